@@ -4,7 +4,7 @@ python -m benchmarks.accuracy                        # all tables
 python -m benchmarks.accuracy --steps FILE           # predict every step of a file of such rows
 python -m benchmarks.accuracy --collectives FILE     # the curves of a file of NCCL's points
 python -m benchmarks.accuracy --page                 # benchmarks/results/published_steps.md
-python -m benchmarks.accuracy --bands                # the table in parallelism/published/bands.py
+python -m benchmarks.accuracy --bands                # writes parallelism/published/bands.json
 
 The errors of the fits come first, then published values, each next to its prediction. Where a point
 had part in a fit, its table or the constant's comment says so. Arithmetic only: no GPU, no compile,
@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import json
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
@@ -27,12 +28,12 @@ from jaxoverlap._util.text import human_bytes, table
 from jaxoverlap.calibrate import fit
 from jaxoverlap.cost import tables as measured
 from jaxoverlap.cost.collective_tables import LAUNCH_S
-from jaxoverlap.cost.contention import together_s
 from jaxoverlap.cost.find import cost_model
-from jaxoverlap.cost.groups import Group, Share
+from jaxoverlap.cost.groups import Group, Share, together_s
 from jaxoverlap.cost.interpolation import FitError
 from jaxoverlap.cost.model import CostModel
 from jaxoverlap.hardware.cluster import chips
+from jaxoverlap.parallelism.published import bands
 from jaxoverlap.plan.collectives import PERMUTE
 
 Row = tuple[str, ...]
@@ -44,7 +45,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--steps", type=Path, help="a file with the columns of steps.csv")
     parser.add_argument("--collectives", type=Path, help="a file with the columns of nccl.csv")
     parser.add_argument("--page", action="store_true", help="each published step, as Markdown")
-    parser.add_argument("--bands", action="store_true", help="as the package keeps them")
+    parser.add_argument("--bands", action="store_true", help="write the package's bands.json")
     options = parser.parse_args(arguments)
     if options.collectives:
         print(collectives.by_curve(options.collectives))
@@ -53,9 +54,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if options.page:
         print(steps.page())
     if options.bands:
-        for (chip, dtype, experts), band in steps.bands(steps.read()[0]).items():
-            errors = f"{band.rows}, {band.mean}, {band.worst}"
-            print(f'    ("{chip}", "{dtype}", {experts}): Band({errors}),')
+        found = steps.bands(steps.read()[0])
+        rows = (json.dumps([*kind, vars(band)]) for kind, band in found.items())
+        Path(bands.__file__).with_suffix(".json").write_text("[\n" + ",\n".join(rows) + "\n]\n")
     if not any(vars(options).values()):
         for make in TABLES:
             print(make())

@@ -22,12 +22,23 @@ from rich.console import Console
 from rich.table import Table
 
 import jaxoverlap
+from benchmarks import frame
+from benchmarks.children import import_first, in_fork
 from benchmarks.drawn import trainer
-from benchmarks.drawn.measure import conclude, rows_in
 from benchmarks.drawn.sketch import Sketch
 from benchmarks.drawn.step import Step
-from benchmarks.forks import import_first, in_fork
-from benchmarks.pod_step import in_ms, of_cut, provenance, write_rows
+from benchmarks.frame import (
+    Only,
+    Written,
+    chosen,
+    conclude,
+    in_ms,
+    provenance,
+    rows_in,
+    sheet,
+    write_rows,
+)
+from benchmarks.pod_step import of_cut
 
 DEFAULT = "unasked"  # as rows name it
 MOST_ABOVE = 0.01  # of the best setting's step
@@ -53,7 +64,7 @@ _OPTIONS: dict[str, dict[str, Any]] = {
     "halves=2": {"halves": 2},
 }
 console = Console(width=200)
-app = typer.Typer(add_completion=False, pretty_exceptions_show_locals=False)
+app = frame.app()
 
 
 def steps() -> dict[str, Step]:
@@ -100,16 +111,16 @@ def _done(plan: jaxoverlap.Plan) -> dict[str, Any]:
 
 @app.command()
 def main(
-    only: Annotated[list[str] | None, typer.Option(help="Only these steps, by name.")] = None,
+    only: Only = None,
     setting: Annotated[list[str] | None, typer.Option(help="Only these settings.")] = None,
-    out: Annotated[Path, typer.Option(help="Rows, as JSON lines.")] = Path("out/asked.jsonl"),
+    out: Written = Path("out/asked.jsonl"),
 ) -> None:
     """Compile and simulate; exit 1 where a setting is over 1% faster than the default."""
-    names = only or list(steps())
+    names = chosen("only", only, steps())
     import_first(["benchmarks.asked"])
     rows = rows_in(out)
-    for name, kind in itertools.product(names, setting or settings()):
-        made = in_fork(measured, name, kind, timeout_s=CHILD_S, xla_flags="")
+    for name, kind in itertools.product(names, chosen("setting", setting, settings())):
+        made = in_fork(measured, name, kind, timeout_s=CHILD_S)
         rows[name, kind] = {"step": name, "row": kind, **made}
         console.print(f"{name}, {kind}: {in_ms(made.get('step_s'))}{made.get('error', '')}")
         write_rows(out, rows.values())
@@ -139,10 +150,9 @@ def judged(name: str, rows: Sequence[Mapping[str, Any]]) -> tuple[list[str], lis
 
 def table(name: str, rows: Sequence[Mapping[str, Any]]) -> Table:
     """Make the table of a step, a row per setting."""
-    grid = Table(title=f"{name}: by simulation of XLA's schedules")
-    grid.add_column("asked for")
-    for column in ("ms", "plain ms", "times", "exposed ms", "parts", "pins", "rings", "taken"):
-        grid.add_column(column, justify="right")
+    numbers = ("ms", "plain ms", "times", "exposed ms", "parts", "pins", "rings", "taken")
+    title = f"{name}: by simulation of XLA's schedules"
+    grid = sheet(title, ("asked for", *numbers), words=("asked for",))
     for row in rows:
         plain_s, step_s = row.get("plain_s"), row.get("step_s")
         times = f"{plain_s / step_s:.3f}" if plain_s and step_s else ""

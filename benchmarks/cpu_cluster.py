@@ -20,10 +20,10 @@ from typing import Annotated, Any
 import jax
 import typer
 from rich.console import Console
-from rich.table import Table
 
 import jaxoverlap
-from benchmarks.pod_step import provenance, write_rows
+from benchmarks import frame
+from benchmarks.frame import Row, Written, chosen, conclude, provenance, sheet, write_rows
 from benchmarks.trainers import TRAINERS
 from jaxoverlap.calibrate import calibrate, this_machine
 from jaxoverlap.cost.find import cost_model
@@ -33,25 +33,21 @@ DEVICES = 8
 RUNS = 3  # of each step in a round of the calibration
 MOST_ERROR = 0.15
 
-Row = dict[str, Any]
 console = Console(width=160)
-app = typer.Typer(add_completion=False, pretty_exceptions_show_locals=False)
+app = frame.app()
 
 
 @app.command()
 def main(
     only: Annotated[list[str] | None, typer.Option(help="Only these trainers.")] = None,
-    out: Annotated[Path, typer.Option(help="Where rows go, as JSON lines.")] = Path(
-        "out/cpu_cluster.jsonl"
-    ),
+    out: Written = Path("out/cpu_cluster.jsonl"),
 ) -> None:
     """Calibrate, time and compare; exit 1 if a prediction is further off than it may be."""
-    if unknown := set(only or ()) - set(TRAINERS):
-        raise typer.BadParameter(f"--only {', '.join(unknown)}: expected {', '.join(TRAINERS)}")
+    trainers = chosen("only", only, TRAINERS)
     os.environ["XLA_FLAGS"] = f"--xla_force_host_platform_device_count={DEVICES}"
     with console.status("") as status:
         steps = []
-        for trainer in only or TRAINERS:
+        for trainer in trainers:
             for how in ("plain", "overlapped"):
                 status.update(f"compiling {trainer}, {how}")
                 steps.append(compile_step(trainer, how))
@@ -119,12 +115,9 @@ def compile_step(trainer: str, how: str) -> Step:
 
 
 def report(rows: list[Row]) -> None:
-    table = Table(title=f"train steps on {DEVICES} CPU devices; ms")
-    table.add_column("trainer")
-    table.add_column("step")
-    names = ("measured", "fastest", "slowest", "predicted", "compute", "communication", "off")
-    for name in names:
-        table.add_column(name, justify="right")
+    numbers = ("measured", "fastest", "slowest", "predicted", "compute", "communication", "off")
+    words = ("trainer", "step")
+    table = sheet(f"train steps on {DEVICES} CPU devices; ms", (*words, *numbers), words=words)
     keys = ("measured_s", "fastest_s", "slowest_s", "step_s", "compute_s", "communication_s")
     short = []
     for row in rows:
@@ -134,9 +127,7 @@ def report(rows: list[Row]) -> None:
         if abs(off) > MOST_ERROR:
             short.append(f"{' '.join(head)}: {off:+.0%}, more than {MOST_ERROR:.0%}")
     console.print(table)
-    if short:
-        console.print("\n".join(short))
-        raise typer.Exit(1)
+    conclude([], short, console)
 
 
 if __name__ == "__main__":

@@ -15,6 +15,7 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
+from benchmarks import frame
 from benchmarks.jax_versions import environment
 from jaxoverlap.flags.compiler import FlagsAnswer, ask
 from jaxoverlap.flags.xla import DEAD, FLAGS, Flag
@@ -24,7 +25,7 @@ SUPPORTED = ("0.11.2", "0.12.0.1")
 TABLE = Path("jaxoverlap/flags/xla.json")
 
 console = Console()
-app = typer.Typer(add_completion=False, pretty_exceptions_show_locals=False)
+app = frame.app()
 
 
 @app.command()

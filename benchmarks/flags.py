@@ -16,14 +16,14 @@ from typing import Annotated, Any
 import jax
 import typer
 from rich.console import Console
-from rich.table import Table
 
+from benchmarks import frame
+from benchmarks.children import in_child
+from benchmarks.frame import Row, Written, conclude, sheet, write_rows
 from benchmarks.jax_versions import environment
-from benchmarks.pod_step import in_child, write_rows
 
-Row = dict[str, Any]
 console = Console(width=160)
-app = typer.Typer(add_completion=False, pretty_exceptions_show_locals=False)
+app = frame.app()
 
 
 @app.command()
@@ -31,9 +31,7 @@ def main(
     versions: Annotated[
         list[str] | None, typer.Option("--jax", help="A jax version; default: the installed one.")
     ] = None,
-    out: Annotated[Path, typer.Option(help="Where rows go, as JSON lines.")] = Path(
-        "out/flags.jsonl"
-    ),
+    out: Written = Path("out/flags.jsonl"),
 ) -> None:
     """Compile and check; exit 1 if an option is refused or a dead flag is not found."""
     rows = []
@@ -51,14 +49,12 @@ def main(
         detected, planted = len(row["found"]), len(row["planted"])
         console.print(f"jax {row['jax']}: {detected} of {planted} planted dead flags found, "
                       f"{len(row['accused'])} live ones taken for dead")  # fmt: skip
-    if problems := [*failed, *shortfalls(rows)]:
-        console.print("\n".join(problems))
-        raise typer.Exit(1)
+    conclude([], [*failed, *shortfalls(rows)], console)
 
 
 def child() -> Row:
     """Check the presets and flags with the version here: the row of a child process."""
-    from benchmarks.pod_step import provenance
+    from benchmarks.frame import provenance
     from benchmarks.published_flags import PUBLISHED
     from jaxoverlap.flags import DEAD, PRESETS, check
 
@@ -117,11 +113,10 @@ def compile_error(preset: Any) -> str:
 
 
 def print_presets(rows: list[Row]) -> None:
-    table = Table(title="our presets: options compiled for the chip, and given as XLA_FLAGS")
-    for name in ("preset", "chip", "options", "variables"):
-        table.add_column(name, justify="right" if name in ("options", "variables") else "left")
-    for row in rows:
-        table.add_column(f"jax {row['jax']}")
+    jaxes = [f"jax {row['jax']}" for row in rows]
+    columns = ("preset", "chip", "options", "variables", *jaxes)
+    title = "our presets: options compiled for the chip, and given as XLA_FLAGS"
+    table = sheet(title, columns, words=("preset", "chip", *jaxes))
     for name in rows[0]["presets"] if rows else ():
         presets = [row["presets"][name] for row in rows]
         head = (name, presets[0]["chip"], str(presets[0]["options"]), str(presets[0]["variables"]))
@@ -133,9 +128,9 @@ def print_presets(rows: list[Row]) -> None:
 
 def print_published(rows: list[Row]) -> None:
     """Print a row a published line: its flags, and those that XLA rejects, ignores or renames."""
-    table = Table(title="what others publish, as XLA takes it")
-    for name in ("published", "flags", *(f"jax {row['jax']}" for row in rows)):
-        table.add_column(name, justify="right" if name == "flags" else "left")
+    jaxes = [f"jax {row['jax']}" for row in rows]
+    columns = ("published", "flags", *jaxes)
+    table = sheet("what others publish, as XLA takes it", columns, words=("published", *jaxes))
     for name in rows[0]["published"] if rows else ():
         table.add_row(
             name,

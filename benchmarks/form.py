@@ -18,7 +18,8 @@ from typing import Annotated, Any
 import numpy as np
 import typer
 
-from benchmarks.forks import import_first, in_fork
+from benchmarks import frame
+from benchmarks.children import import_first, in_fork
 from jaxoverlap._util.text import table
 from jaxoverlap.cli.configure_model import simulate_one
 from jaxoverlap.cost.find import cost_or_facts
@@ -33,7 +34,7 @@ from jaxoverlap.parallelism.stack import JAX
 TRAINER = "models.configured:build"
 CHILD_S = 900
 
-app = typer.Typer(add_completion=False, pretty_exceptions_show_locals=False)
+app = frame.app()
 
 
 def _model(name: str, **changes: Any) -> Transformer:
@@ -70,7 +71,7 @@ class Case:
 
     def simulated(self) -> dict[str, Any]:
         """The same of the trainer's step, compiled for the pod; {"error"} if that failed."""
-        return in_fork(_simulated, self, timeout_s=CHILD_S, xla_flags="")
+        return in_fork(_simulated, self, timeout_s=CHILD_S)
 
 
 def _simulated(case: Case) -> dict[str, Any]:

@@ -14,19 +14,18 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 from unittest import mock
 
 import jax
 import jax.numpy as jnp
-import typer
 from rich.console import Console
 from rich.table import Table
 
 import jaxoverlap
-from benchmarks import plain_gpt
-from benchmarks.forks import Row, import_first, in_fork
-from benchmarks.pod_step import provenance, write_rows
+from benchmarks import frame, plain_gpt
+from benchmarks.children import import_first, in_fork
+from benchmarks.frame import Only, Row, Written, chosen, conclude, provenance, sheet, write_rows
 from benchmarks.pods.child import seconds
 from benchmarks.pods.suite import STEPS, Step
 from jaxoverlap.hardware.pods import compiler_options
@@ -38,7 +37,7 @@ PARTIAL = {"7b-h100-64": (STREAM, FUSED)}  # what the user constrains, in place 
 MOST = 1.05  # times the constrained step, overlapped
 CHILD_S = 900
 
-app = typer.Typer(add_completion=False, pretty_exceptions_show_locals=False)
+app = frame.app()
 console = Console(width=160)
 
 
@@ -126,25 +125,19 @@ def _attention(q: jax.Array, k: jax.Array, v: jax.Array, pin: plain_gpt.Pin, *_:
 
 @app.command()
 def main(
-    only: Annotated[list[str] | None, typer.Option(help="Only these steps.")] = None,
-    out: Annotated[Path, typer.Option(help="Where rows go, as JSON lines.")] = Path(
-        "out/layouts.jsonl"
-    ),
+    only: Only = None,
+    out: Written = Path("out/layouts.jsonl"),
 ) -> None:
     """Compile and simulate; exit 1 if a step with a searched layout is too slow."""
-    if unknown := set(only or ()) - set(STEPS):
-        raise typer.BadParameter(f"--only {', '.join(unknown)}: expected {', '.join(STEPS)}")
     import_first(["benchmarks.pods.child"])
     rows: list[Row] = []
-    for job in (job for name in only or STEPS for job in rows_of(name)):
-        row = in_fork(measured, *job, timeout_s=CHILD_S, xla_flags="")
+    for job in (job for name in chosen("only", only, STEPS) for job in rows_of(name)):
+        row = in_fork(measured, *job, timeout_s=CHILD_S)
         rows.append(dict(zip(("step", "constraints", "row"), job, strict=True)) | row)
         write_rows(out, rows)
         console.print(" · ".join(job), row.get("error") or f"{row['step_s'] * 1e3:.1f} ms")
     console.print(table(rows))
-    if short := list(too_slow(rows)):
-        console.print("\n".join(short))
-        raise typer.Exit(1)
+    conclude([], list(too_slow(rows)), console)
 
 
 def too_slow(rows: list[Row]) -> Iterator[str]:
@@ -165,13 +158,11 @@ COLUMNS = ("step ms", "exposed", "temp GB", "decide s", "pins", "asked", "price 
 
 def table(rows: list[Row]) -> Table:
     """All rows, by step; estimates are before any ring, without pins and with."""
-    shown = Table(title="steps with searched layouts, by simulation of XLA's schedules")
-    for name in ("step", "constraints", "row"):
-        shown.add_column(name)
-    for name in COLUMNS:
-        shown.add_column(name, justify="right")
+    words = ("step", "constraints", "row")
+    title = "steps with searched layouts, by simulation of XLA's schedules"
+    shown = sheet(title, (*words, *COLUMNS), words=words)
     for row in rows:
-        cells = [row[name] for name in ("step", "constraints", "row")]
+        cells = [row[name] for name in words]
         shown.add_row(*cells, *([row["error"]] if "error" in row else _cells(row)))
     return shown
 

@@ -21,9 +21,9 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.drawn.measure import conclude, rows_in
-from benchmarks.forks import import_first, in_fork
-from benchmarks.pod_step import in_ms, write_rows
+from benchmarks import frame
+from benchmarks.children import import_first, in_fork
+from benchmarks.frame import Only, Written, chosen, conclude, in_ms, rows_in, sheet, write_rows
 from benchmarks.pods.child import measure
 from benchmarks.pods.suite import SCHEDULED, STEPS, Step
 from jaxoverlap.cost.find import cost_or_facts
@@ -44,7 +44,7 @@ _AXES = {"fsdp": "fsdp", "tp": "model", "data": "fsdp", "model": "model", "exper
          "context": "context"}  # fmt: skip
 
 console = Console(width=160)
-app = typer.Typer(add_completion=False, pretty_exceptions_show_locals=False)
+app = frame.app()
 
 
 @dataclass(frozen=True)
@@ -154,22 +154,20 @@ def measured(name: str, axes: dict[str, int]) -> dict[str, Any]:
 
 @app.command()
 def main(
-    only: Annotated[list[str] | None, typer.Option(help="Only these steps, by name.")] = None,
+    only: Only = None,
     dry: Annotated[bool, typer.Option("--dry", help="Print the form's lists; compile no step.")] = (
         False
     ),
-    out: Annotated[Path, typer.Option(help="Rows, as JSON lines; others there stay.")] = Path(
-        "out/order.jsonl"
-    ),
+    out: Written = Path("out/order.jsonl"),
 ) -> None:
     """Rank, compile the first three and compare."""
-    lists = {name: ranked(STEPS[name])[:TOP] for name in only or STEPS}
+    lists = {name: ranked(STEPS[name])[:TOP] for name in chosen("only", only, STEPS)}
     rows = rows_in(out)
     if not dry:
         import_first(["benchmarks.order"])
         for name, of_step in lists.items():
             for mesh in of_step:
-                made = in_fork(measured, name, mesh.axes, timeout_s=CHILD_S, xla_flags="")
+                made = in_fork(measured, name, mesh.axes, timeout_s=CHILD_S)
                 rows[name, str(mesh)] = {
                     "step": name,
                     "row": str(mesh),
@@ -195,9 +193,9 @@ def agrees(name: str, of_step: Sequence[Ranked], rows: dict[tuple[str, str], Any
 
 def table(lists: dict[str, list[Ranked]], rows: dict[tuple[str, str], Any]) -> Table:
     """Make a table with a line a mesh."""
-    grid = Table(title="the first three meshes by the form, and by simulation of overlapped steps")
-    for column in ("step", "mesh", "form ms", "simulated ms", "agree"):
-        grid.add_column(column, justify="right" if "ms" in column else "left")
+    columns = ("step", "mesh", "form ms", "simulated ms", "agree")
+    title = "the first three meshes by the form, and by simulation of overlapped steps"
+    grid = sheet(title, columns, words=("step", "mesh", "agree"))
     for name, of_step in lists.items():
         for number, mesh in enumerate(of_step):
             simulated = rows.get((name, str(mesh)), {}).get("step_s")

@@ -17,32 +17,33 @@ import typer
 from rich.console import Console
 from scipy.optimize import brentq
 
-from jaxoverlap._util.text import table
-from jaxoverlap.cost.find import cost_model, cost_or_facts
-from jaxoverlap.cost.model import CostModel
-from jaxoverlap.hardware.cluster import Link, parse_cluster
-from jaxoverlap.parallelism.configuration import Configuration, Recompute
-from jaxoverlap.parallelism.iteration_time import IterationTime
-from jaxoverlap.parallelism.memory import memory
-from jaxoverlap.parallelism.model import Transformer
-from jaxoverlap.parallelism.placement import place
-from jaxoverlap.parallelism.published.models import named_model
-from jaxoverlap.parallelism.published.recipes import (
+from benchmarks import frame
+from benchmarks.published.recipes import (
     FRONTIER,
     FRONTIER_STACK,
     SCALING,
     Recipe,
     megatron_flops,
 )
+from benchmarks.published.stacks import MEGATRON_DEEPSPEED
+from jaxoverlap._util.text import table
+from jaxoverlap.cost.find import cost_model, cost_or_facts
+from jaxoverlap.cost.model import CostModel
+from jaxoverlap.hardware.cluster import Link, parse_cluster
+from jaxoverlap.parallelism.configuration import Configuration, Recompute
+from jaxoverlap.parallelism.iteration_time import IterationTime, StepTerms
+from jaxoverlap.parallelism.memory import memory
+from jaxoverlap.parallelism.model import Transformer
+from jaxoverlap.parallelism.placement import place
+from jaxoverlap.parallelism.published.models import named_model
 from jaxoverlap.parallelism.search import RECOMPUTES, Space, best_placement, search, splits
-from jaxoverlap.parallelism.stack import JAX, MEGATRON, MEGATRON_DEEPSPEED, Stack
-from jaxoverlap.parallelism.terms import StepTerms
+from jaxoverlap.parallelism.stack import JAX, MEGATRON, Stack
 
 VTRAIN = Path("../shared/data/vtrain_multi_node.csv")
 _HDR = Link("4 HDR NICs a host", 12.5e9, 18e-6)  # vTrain's cluster: 800 Gb/s for eight GPUs
 
 console = Console(width=160)
-app = typer.Typer(add_completion=False, pretty_exceptions_show_locals=False)
+app = frame.app()
 
 
 # -- vTrain ---------------------------------------------------------------------------------------

@@ -1,23 +1,13 @@
-"""Compile one step for a pod of GPUs and audit it: the row that several benchmarks print.
+"""Compile one step for a pod of GPUs and audit it: the row that several benchmarks print."""
 
-Each compile runs in a child process, so that a compiler that aborts is a row and not the end.
-"""
-
-import datetime
-import json
-import subprocess
-import sys
 import time
-from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from importlib import metadata
-from pathlib import Path
 from typing import Any
 
 import jaxoverlap
+from benchmarks.frame import provenance
 from jaxoverlap.flags import options_for
 from jaxoverlap.hardware import pods
-from jaxoverlap.step.trial import how_it_ended
 
 STEPS = ("plain", "plain, same flags", "overlapped")
 
@@ -89,45 +79,9 @@ def dump(coverage: jaxoverlap.Coverage) -> dict[str, int]:
     return {name: getattr(coverage, name) for name in names}
 
 
-def provenance() -> dict[str, str]:
-    """Return the versions, commit and date that a row is from."""
-    today = datetime.date.today().isoformat()
-    return {"jax": metadata.version("jax"), "commit": commit(), "date": today}
-
-
 def of_cut(plan: jaxoverlap.Plan) -> dict[str, int]:
     """Return a step's batch split, as a row has it; nothing if there is none."""
     return {"parts": plan.cut.parts, "unroll": plan.cut.unroll} if plan.cut else {}
-
-
-def commit() -> str:
-    git = ["git", "describe", "--always", "--dirty"]
-    return subprocess.run(git, capture_output=True, text=True, check=False).stdout.strip()
-
-
-def in_child(benchmark: str, *arguments: str, python: str = sys.executable) -> dict[str, Any]:
-    """Run `python -m BENCHMARK child ARGUMENTS`; return its last line's JSON, or {"error"}."""
-    command = [python, "-m", benchmark, "child", *arguments]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    if done.returncode:
-        return {"error": how_it_ended(done.returncode, done.stderr)}
-    return json.loads(done.stdout.splitlines()[-1])
-
-
-def in_ms(seconds: float | None) -> str:
-    """Write seconds as milliseconds for a table; nothing where there are none."""
-    return "" if seconds is None else f"{seconds * 1e3:.1f}"
-
-
-def read_rows(path: Path) -> list[dict[str, Any]]:
-    """Read rows from JSON lines; there are none in a file that is not there."""
-    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
-
-
-def write_rows(out: Path, rows: Iterable[Mapping[str, Any]]) -> None:
-    """Write rows as JSON lines."""
-    out.parent.mkdir(parents=True, exist_ok=True)
-    out.write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
 COVERAGE_COLUMNS = (

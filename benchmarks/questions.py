@@ -20,6 +20,8 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from benchmarks import frame
+from benchmarks.frame import AtOnce, OnlyRows, Written, chosen
 from benchmarks.pods.__main__ import compile_all
 from benchmarks.pods.questions import ASKED_ROWS, MESH_STEPS, QUESTIONS, mesh_name, named
 from benchmarks.pods.rows import Row, unfinished
@@ -32,7 +34,7 @@ MESH_COLUMNS = (
     *("overlap()", "it took"),
 )
 console = Console(width=160)
-app = typer.Typer(add_completion=False, pretty_exceptions_show_locals=False)
+app = frame.app()
 
 
 class Answer(NamedTuple):
@@ -46,20 +48,17 @@ class Answer(NamedTuple):
 @app.command()
 def main(
     only: Annotated[list[str] | None, typer.Option(help="Questions whose names have this.")] = None,
-    row: Annotated[list[str] | None, typer.Option(help="Only these rows.")] = None,
-    jobs: Annotated[int, typer.Option(min=1, help="Compiles at a time.")] = 2,
-    out: Annotated[
-        Path, typer.Option(help="Where rows go, as JSON lines; others there stay.")
-    ] = Path("out/questions.jsonl"),
+    row: OnlyRows = None,
+    jobs: AtOnce = 2,
+    out: Written = Path("out/questions.jsonl"),
 ) -> None:
     """Compile and simulate; exit 1 if a user loses by using the library."""
     names = [name for name in QUESTIONS if not only or any(o in name for o in only)]
     if not names:
         raise typer.BadParameter(f"no question has {only} in its name: {', '.join(QUESTIONS)}")
-    if unknown := set(row or ()) - set(ASKED_ROWS):
-        raise typer.BadParameter(f"--row {', '.join(unknown)}: expected {', '.join(ASKED_ROWS)}")
+    kinds = chosen("row", row, ASKED_ROWS)
     steps = [named(name, axes) for name in names for axes in QUESTIONS[name].meshes]
-    wanted = [(step, kind) for step in steps for kind in row or ASKED_ROWS]
+    wanted = [(step, kind) for step in steps for kind in kinds]
     rows = compile_all(MESH_STEPS, wanted, jobs, out)
     grid = Table(*COLUMNS, title="the best mesh and setting, without and with jaxoverlap")
     for cells in table(rows):

@@ -16,9 +16,8 @@ from typing import Annotated
 
 import typer
 
-from benchmarks import questions
-from benchmarks.markdown import markdown
-from benchmarks.pod_step import in_ms, read_rows
+from benchmarks import frame, questions
+from benchmarks.frame import in_ms, markdown, read_rows
 from benchmarks.pods import rows as pods
 from benchmarks.pods.suite import SCHEDULED
 
@@ -26,7 +25,7 @@ ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
 _TABLE = re.compile(r"(<!-- table: ([\w -]+) -->\n).*?(<!-- end table -->)", re.DOTALL)
 
-app = typer.Typer(add_completion=False, pretty_exceptions_show_locals=False)
+app = frame.app()
 
 
 @app.command()

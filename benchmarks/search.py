@@ -14,13 +14,13 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import numpy as np
 import typer
 
 from benchmarks.autoccl import descend
-from benchmarks.pod_step import commit, write_rows
+from benchmarks.frame import Row, commit, write_rows
 from jaxoverlap._util.text import table
 from jaxoverlap.cost.find import cost_model
 from jaxoverlap.cost.groups import Group
@@ -48,7 +48,6 @@ SPACES = {  # each of 24 settings
 BALANCES = {"compute-bound": 0.4, "balanced": 1.0, "communication-bound": 2.0}
 TOKENS, HIDDEN = 8192, 4096
 WITHIN = 1.02
-Row = dict[str, Any]
 Way = Callable[[Makespan], tuple[Config, int]]
 
 

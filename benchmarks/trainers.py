@@ -18,16 +18,11 @@ from typing import Annotated, Any
 import jax
 import typer
 from rich.console import Console
-from rich.table import Table
 
-from benchmarks.pod_step import (
-    COVERAGE_COLUMNS,
-    commit,
-    compile_step,
-    coverage_cells,
-    in_child,
-    write_rows,
-)
+from benchmarks import frame
+from benchmarks.children import in_child
+from benchmarks.frame import Row, Written, chosen, commit, conclude, sheet, write_rows
+from benchmarks.pod_step import COVERAGE_COLUMNS, compile_step, coverage_cells
 
 TRAINERS = ("gpt", "moe", "vit", "long_context")  # modules of models/
 PODS = {"h100-sxm:1x8": (1, 8), "h100-sxm:8x8": (8, 8)}  # sizes of a trainer's two axes
@@ -38,9 +33,8 @@ MOST = {"float32": 1e-4, "float64": 1e-10}
 HALVES = (None, 2)  # parts of the batch; None: by estimate, and so one part on CPUs
 VERSIONS = ("jax", "jaxlib", "flax", "optax", "numpy")
 
-Row = dict[str, Any]
 console = Console(width=160)
-app = typer.Typer(add_completion=False, pretty_exceptions_show_locals=False)
+app = frame.app()
 
 
 @app.command()
@@ -49,15 +43,11 @@ def main(
     steps: Annotated[int, typer.Option(help="Of training; 0 leaves it out.")] = 100,
     pods: Annotated[bool, typer.Option(help="Compile for pods.")] = True,
     audits: Annotated[bool, typer.Option(help="Print every audit whole.")] = False,
-    out: Annotated[Path, typer.Option(help="Where rows go, as JSON lines.")] = Path(
-        "out/trainers.jsonl"
-    ),
+    out: Written = Path("out/trainers.jsonl"),
 ) -> None:
     """Train and compile, plain and overlapped; exit 1 if losses part or something fails."""
-    if unknown := set(only or ()) - set(TRAINERS):
-        raise typer.BadParameter(f"--only {', '.join(unknown)}: expected {', '.join(TRAINERS)}")
     rows = []
-    for job in jobs(only or TRAINERS, steps, pods):
+    for job in jobs(chosen("only", only, TRAINERS), steps, pods):
         with console.status(" ".join(map(str, job.values()))):
             rows.append(job | in_child("benchmarks.trainers", json.dumps(job)))
         if audits and "audit" in rows[-1]:
@@ -65,9 +55,7 @@ def main(
     write_rows(out, rows)
     print_losses([row for row in rows if "dtype" in row])
     print_pods([row for row in rows if "pod" in row])
-    if problems := shortfalls(rows):
-        console.print("\n".join(problems))
-        raise typer.Exit(1)
+    conclude([], shortfalls(rows), console)
 
 
 def jobs(trainers: Any, steps: int, pods: bool) -> list[Row]:
@@ -120,11 +108,10 @@ def compare(model: Any, dtype: str, steps: int, halves: int | None) -> Row:
 def print_losses(rows: list[Row]) -> None:
     if not rows:
         return
-    table = Table(title="losses of the plain and of the overlapped step, 8 devices on a CPU")
-    for name in ("trainer", "mesh", "dtype", "rows"):
-        table.add_column(name)
-    for name in ("steps", "first loss", "last loss", "largest relative difference", "at step"):
-        table.add_column(name, justify="right")
+    words = ("trainer", "mesh", "dtype", "rows")
+    numbers = ("steps", "first loss", "last loss", "largest relative difference", "at step")
+    title = "losses of the plain and of the overlapped step, 8 devices on a CPU"
+    table = sheet(title, (*words, *numbers), words=words)
     left: list[str] = []
     for row in rows:
         rows_in = f"{row['parts']} parts" if row.get("parts") else "whole"
@@ -142,11 +129,9 @@ def print_losses(rows: list[Row]) -> None:
 def print_pods(rows: list[Row]) -> None:
     if not rows:
         return
-    table = Table(title="schedules of the steps at the sizes of each Config.pod")
-    for name in ("trainer", "pod", "mesh", "step"):
-        table.add_column(name)
-    for name in COVERAGE_COLUMNS:
-        table.add_column(name, justify="right")
+    words = ("trainer", "pod", "mesh", "step")
+    title = "schedules of the steps at the sizes of each Config.pod"
+    table = sheet(title, (*words, *COVERAGE_COLUMNS), words=words)
     plain: Row = {}
     for row in rows:
         head = (row["trainer"], row["pod"], mesh_of(row), row["step"])

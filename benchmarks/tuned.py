@@ -9,19 +9,28 @@ XLA's defaults, with published presets, and overlapped by rules. All is simulate
 on a GPU. Needs no GPU.
 """
 
-import json
 import math
 import tempfile
 import time
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 from rich.console import Console
-from rich.table import Table
 
 import jaxoverlap
-from benchmarks.pod_step import provenance, write_rows
+from benchmarks import frame
+from benchmarks.frame import (
+    Only,
+    Row,
+    Written,
+    chosen,
+    conclude,
+    provenance,
+    read_rows,
+    sheet,
+    write_rows,
+)
 from benchmarks.pods.rows import best_preset, known, of_step
 from benchmarks.pods.suite import PLAIN, SCHEDULED, STEPS, Step
 
@@ -31,28 +40,23 @@ COLUMNS = (
     "over plain", "of the bound", "tried", "s",
 )  # fmt: skip
 
-Row = dict[str, Any]
 console = Console(width=180)
-app = typer.Typer(add_completion=False, pretty_exceptions_show_locals=False)
+app = frame.app()
 
 
 @app.command()
 def main(
-    only: Annotated[list[str] | None, typer.Option(help="Only these steps.")] = None,
+    only: Only = None,
     budget: Annotated[float, typer.Option(help="Seconds for each, as in jaxoverlap.tune.")] = 150.0,
     against: Annotated[Path, typer.Option(help="Rows of benchmarks/pods.")] = Path(
         "benchmarks/results/pods.jsonl"
     ),
-    out: Annotated[Path, typer.Option(help="Where rows go, as JSON lines.")] = Path(
-        "out/tuned.jsonl"
-    ),
+    out: Written = Path("out/tuned.jsonl"),
 ) -> None:
     """Tune and compare; exit 1 if tuned plans gain too little, or lose anywhere."""
-    if unknown := set(only or ()) - set(STEPS):
-        raise typer.BadParameter(f"--only {', '.join(unknown)}: expected {', '.join(STEPS)}")
-    suite = [json.loads(line) for line in against.read_text().splitlines()]
+    suite = read_rows(against)
     rows: list[Row] = []
-    for name in only or STEPS:
+    for name in chosen("only", only, STEPS):
         with console.status(name):
             rows.append({"step": name, **tuned(STEPS[name], budget)})
         write_rows(out, rows)
@@ -98,10 +102,8 @@ def summary(plan: jaxoverlap.Plan) -> Row:
 
 def report(rows: list[Row], suite: list[Row]) -> None:
     """Print the table, and which aims it meets."""
-    table = Table(title="tuned plans, by simulation; ms a step")
-    table.add_column("step")
-    for name in COLUMNS:
-        table.add_column(name, justify="left" if name == "best preset" else "right")
+    title = "tuned plans, by simulation; ms a step"
+    table = sheet(title, ("step", *COLUMNS), words=("step", "best preset"))
     compared = [compare(row, suite) for row in rows]
     compared.sort(key=lambda c: -c["heavy"])
     for c in compared:
@@ -115,9 +117,7 @@ def report(rows: list[Row], suite: list[Row]) -> None:
     )
     short = [] if gain >= LEAST_GAIN else [f"less than {LEAST_GAIN}"]
     short += [f"{c['step']}: loses" for c in compared if min(c["over_preset"], c["over_plain"]) < 1]
-    if short:
-        console.print("\n".join(short))
-        raise typer.Exit(1)
+    conclude([], short, console)
 
 
 def compare(row: Row, suite: list[Row]) -> Row:

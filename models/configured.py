@@ -18,8 +18,7 @@ from jax.sharding import PartitionSpec as P
 
 from jaxoverlap.hardware.cluster import parse_cluster
 from jaxoverlap.hardware.pods import devices as pod_devices
-from jaxoverlap.parallelism.configuration import AXES, Configuration
-from jaxoverlap.parallelism.file import Chosen, read_chosen
+from jaxoverlap.parallelism.configuration import AXES, Chosen, Configuration, read_chosen
 from jaxoverlap.parallelism.model import Transformer
 from jaxoverlap.parallelism.placement import Placement
 from jaxoverlap.parallelism.sharding import mesh_of

@@ -16,6 +16,7 @@ import msgspec
 import numpy as np
 
 from benchmarks.chip_tables import xla_perf_table
+from benchmarks.chip_tables.fit import M_KNOTS, NK_KNOTS, fit_attention, fit_permutes
 from jaxoverlap.calibrate import fit
 from jaxoverlap.cost.collective_tables import Collectives, Permutes
 from jaxoverlap.cost.tables import AttentionTable, ChipTables, MatmulTable, MemoryTable
@@ -118,7 +119,7 @@ def _matmuls(source: Source, dtype: str) -> MatmulTable:
     rows = matmul_rows(source, dtype)
     rates = fit.fit_rates(rows, _DTYPE_NAMES[dtype][1], 2.0)
     name = f"{_origin()} {source.system}/gemm/{getattr(source, dtype)}, {len(rows)} rows"
-    return fit.fit_matmuls(rows, rates, name, fit.M_KNOTS, fit.NK_KNOTS)
+    return fit.fit_matmuls(rows, rates, name, M_KNOTS, NK_KNOTS)
 
 
 def _attention(source: Source, bytes_per_s: float) -> AttentionTable:
@@ -128,13 +129,13 @@ def _attention(source: Source, bytes_per_s: float) -> AttentionTable:
     if source.attention == _TRTLLM:  # the older version was not measured without a mask
         full = attention_rows(source, "encoder_attention", "encoder_attention_perf.parquet")
     name = f"{_origin()} {source.system}/attention/{source.attention}, {len(rows)} rows"
-    return fit.fit_attention(rows, full, bytes_per_s, name)
+    return fit_attention(rows, full, bytes_per_s, name)
 
 
 def _permutes(source: Source, collectives: Collectives) -> Permutes:
     """Fit permutes to XLA's rows; a chip that has none takes another's latency and channels."""
     rows = [r for r in xla_perf_table.collective_rows(source.xla) if r.kind == "collective-permute"]
-    fitted = fit.fit_permutes(rows, f"{xla_perf_table.version()} {source.xla}, {len(rows)} rows")
+    fitted = fit_permutes(rows, f"{xla_perf_table.version()} {source.xla}, {len(rows)} rows")
     if source.chip not in _PERMUTES_OF_ANOTHER:
         return fitted
     gathers = collectives.curves["all-gather"].values()

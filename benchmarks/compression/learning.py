@@ -10,10 +10,9 @@ the file has already are not run again. `--steps` shortens the runs.
 
 from __future__ import annotations
 
-import json
 import statistics
-import time
 from dataclasses import replace
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import Annotated, Any
@@ -22,12 +21,11 @@ import jax
 import numpy as np
 import typer
 from rich.console import Console
-from rich.progress import track
 from rich.table import Table
 
+from benchmarks.frame import Job, MaybeOut, Shown, add_missing, read_rows, shown_or_out
 from benchmarks.local_updates.learning import held_out_loss, make_step, rounds, start
 from benchmarks.local_updates.tasks import FASHION, Task, images, mesh_of, text
-from benchmarks.pod_step import read_rows
 from jaxoverlap.train import LocalUpdates, co2
 from jaxoverlap.train import compression as c
 
@@ -123,38 +121,28 @@ def run_outer(task: Task, seed: int, sync: Any) -> dict[str, Any]:
 
 def main(
     task: Annotated[str, typer.Option(help="images or text.")] = "images",
-    out: Annotated[Path | None, typer.Option(help="Add rows to this file.")] = None,
+    out: MaybeOut = None,
     folder: Annotated[Path, typer.Option(help="Where Fashion-MNIST lies.")] = FASHION,
     steps: Annotated[int | None, typer.Option(help="Of a run; the task's own if none.")] = None,
     seeds: int = SEEDS,
     only: Annotated[str, typer.Option(help="Part of the names of what is run.")] = "",
-    table: Annotated[Path | None, typer.Option(help="Print the rows of a file instead.")] = None,
+    shown: Shown = None,
 ) -> None:
-    if table:
-        show(table)
-        return
-    if out is None:
-        raise typer.BadParameter("give --out, a file for the rows")
+    out = shown_or_out(shown, out, show)
     jax.config.update("jax_num_cpu_devices", WORKERS)
     what = images(folder) if task == "images" else text()
     what = replace(what, steps=steps or what.steps)
-    jobs = [(f"{s}, {k}", s, k, seed) for seed in range(seeds) for s, k in syncs(what.steps)]
-    if task == "text":
-        jobs += [(f"co2, {k}", "co2", k, seed) for seed in range(seeds) for k in OUTER]
-    known = {(r["task"], r["sync"], r["compressor"], r["seed"], r["steps"]) for r in read_rows(out)}
-    missing = [
-        job for job in jobs if only in job[0] and (what.name, *job[1:], what.steps) not in known
-    ]
-    with out.open("a", buffering=1) as file:
-        for _, sync, compressor, seed in track(missing, "runs"):
-            began = time.perf_counter()
-            if sync == "co2":
-                found = run_outer(what, seed, OUTER[compressor])
-            else:
-                found = run(what, seed, syncs(what.steps)[sync, compressor])
-            row = dict(task=what.name, sync=sync, compressor=compressor, seed=seed)
-            row |= dict(steps=what.steps, seconds=time.perf_counter() - began, **found)
-            print(json.dumps(row), file=file)
+    jobs: list[Job] = []
+    for seed in range(seeds):
+        named = dict(task=what.name, seed=seed, steps=what.steps)
+        for (sync, compressor), made in syncs(what.steps).items():
+            labels = {**named, "sync": sync, "compressor": compressor}
+            jobs.append((labels, partial(run, what, seed, made)))
+        for compressor, made in OUTER.items() if task == "text" else ():
+            labels = {**named, "sync": "co2", "compressor": compressor}
+            jobs.append((labels, partial(run_outer, what, seed, made)))
+    wanted = [job for job in jobs if only in f"{job[0]['sync']}, {job[0]['compressor']}"]
+    add_missing(out, wanted, timed=True)
     show(out)
 
 

@@ -8,9 +8,7 @@ Bytes are those that a host's network interface has sent in a round, headers inc
 
 from __future__ import annotations
 
-import json
-from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import jax
 import numpy as np
@@ -20,6 +18,8 @@ from jax.sharding import AxisType, Mesh
 from jax.sharding import PartitionSpec as P
 from rich.console import Console
 from rich.table import Table
+
+from benchmarks.frame import Out, add_rows
 
 HOSTS, ROUNDS, WARM = 4, 6, 14  # L-GreCo's settings of round 12 are in use from round 13 on
 METHODS = ("int4", "PowerSGD", "L-GreCo, PowerSGD")
@@ -57,19 +57,19 @@ def host_main(host: Any, *, method: str) -> dict[str, float]:
     return dict(sent=float(np.median(counted)), form=updates.sent_bytes(state))
 
 
-def main(out: Annotated[Path, typer.Option(help="Add rows to this file.")]) -> None:
+def main(out: Out) -> None:
     """Run each method, print and write its bytes."""
     from benchmarks.lab.lab import Lab
     from benchmarks.lab.network import Network
 
     sheet = Table("outer gradients", "kB a round", "closed form", "of it", box=None)
-    with Lab(Network(hosts=HOSTS, rate_mbit=None)) as lab, out.open("a", buffering=1) as file:
+    with Lab(Network(hosts=HOSTS, rate_mbit=None)) as lab:
         lab.shape(1000.0)
         for method in METHODS:
             with lab.processes() as hosts:
                 found = hosts.call("benchmarks.compression.outer_wire:host_main", method=method)
             sent, form = float(np.median([h["sent"] for h in found])), found[0]["form"]
-            print(json.dumps(dict(method=method, sent_bytes=sent, form_bytes=form)), file=file)
+            add_rows(out, dict(method=method, sent_bytes=sent, form_bytes=form))
             sheet.add_row(method, f"{sent / 1e3:.1f}", f"{form / 1e3:.1f}", f"{sent / form:.3f}")
     Console().print(sheet)
 

@@ -11,9 +11,9 @@ default rank for each kind of weight.
 
 from __future__ import annotations
 
-import json
 import statistics
 import warnings
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -24,11 +24,11 @@ import typer
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from rich.console import Console
-from rich.progress import track
 from rich.table import Table
 
 import jaxoverlap
-from benchmarks.pod_step import read_rows
+from benchmarks import frame
+from benchmarks.frame import Out, add_missing, read_rows
 from jaxoverlap import parse_cluster, pod_mesh
 from jaxoverlap.cost.find import cost_model
 from jaxoverlap.hardware.pods import compiler_options
@@ -38,8 +38,7 @@ from models.gpt import RECIPE
 from models.recipe import make_optimizer
 
 CLUSTER, WORKERS, INSIDE = "a100-sxm-80:8x8@80", 8, 8
-app = typer.Typer(add_completion=False)
-Out = Annotated[Path, typer.Option(help="Add rows to this file.")]
+app = frame.app()
 
 
 def config_of(layers: int, sequences: int) -> Config:
@@ -136,14 +135,16 @@ def rows(
             compression.lgreco(rank4),
             dict(in_backward=True, settings=lambda step, start: scaled(step, start, shares)),
         )
-    known = read_rows(out)
-    made = {(r["name"], r["layers"], r["sequences"]) for r in known}
-    with out.open("a", buffering=1) as file, warnings.catch_warnings():
+    sizes = dict(layers=layers, sequences=sequences)
+    with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        for name, (sync, options) in track(jobs.items(), "compiling"):
-            if (name, layers, sequences) not in made:
-                row = dict(name=name, layers=layers, sequences=sequences)
-                print(json.dumps({**row, **row_of(config, sync, **options)}), file=file)
+        add_missing(
+            out,
+            [
+                (dict(name=name, **sizes), partial(row_of, config, sync, **options))
+                for name, (sync, options) in jobs.items()
+            ],
+        )
     table(out)
 
 
@@ -160,8 +161,7 @@ class WholeMatrices(type(compression.none())):
 def shares_of(path: Path) -> dict[str, float]:
     """Return the median share of the default rank that each kind of weight ended with."""
     found: dict[str, list[float]] = {}
-    for line in path.read_text().splitlines():
-        row = json.loads(line)
+    for row in read_rows(path):
         if row["task"] == "text" and row["sync"] == "L-GreCo" and row["compressor"] == "PowerSGD":
             for name, setting in row["settings"].items():
                 kind = name.partition("[")[0]
@@ -182,7 +182,7 @@ def scaled(step: Any, start: Any, shares: dict[str, float]) -> list[int]:
 @app.command()
 def table(path: Path) -> None:
     """Print the rows of a file."""
-    found = [json.loads(line) for line in path.read_text().splitlines()]
+    found = read_rows(path)
     sheet = Table("step", "ms", "exposed", "network", "MB sent", "peak GB", "priced: average, raw")
     for row in found:
         sheet.add_row(

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import json
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -23,6 +22,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from benchmarks.frame import MaybeOut, Shown, add_rows, read_rows, shown_or_out
 from benchmarks.lab.timing import interleaved, timed
 
 HOSTS, WIDTH, LAYERS, ROWS, RANK = 4, 512, 8, 256, 4
@@ -113,29 +113,22 @@ def _together() -> None:
 
 
 def main(
-    out: Annotated[Path | None, typer.Option(help="Add rows to this file.")] = None,
+    out: MaybeOut = None,
     rate: Annotated[list[float] | None, typer.Option(help="Of links, in Mbit/s.")] = None,
     runs: int = 7,
     torch: Annotated[Path, typer.Option(help="PyTorch's environment.")] = Path("out/lab/torch"),
     peer: Annotated[bool, typer.Option(help="Race PyTorch too.")] = True,
     only: Annotated[str | None, typer.Option(help="JAX or PyTorch alone.")] = None,
-    table: Annotated[Path | None, typer.Option(help="Print the rows of a file instead.")] = None,
+    shown: Shown = None,
 ) -> None:
-    if table:
-        show(table)
-        return
-    if out is None:
-        raise typer.BadParameter("give --out, a file for the rows")
+    out = shown_or_out(shown, out, show)
     from benchmarks.lab.lab import Lab
     from benchmarks.lab.network import Network
     from benchmarks.lab.peer import torch_python
 
     python, missing = torch_python(torch) if peer else ("", "not asked for")
     environment = {"XLA_FLAGS": "--xla_cpu_multi_thread_eigen=false", "OMP_NUM_THREADS": "1"}
-    with (
-        Lab(Network(hosts=HOSTS, rate_mbit=None), environment=environment) as lab,
-        out.open("a", buffering=1) as file,
-    ):
+    with Lab(Network(hosts=HOSTS, rate_mbit=None), environment=environment) as lab:
         # PyTorch's Python lacks what this module imports.
         sides = [("JAX", "benchmarks.compression.race:jax_host", {})]
         if python:
@@ -153,7 +146,7 @@ def main(
                         row = dict(rate_mbit=mbit, framework=framework, method=method)
                         row |= dict(step_s=one.median_s, seconds=list(one.seconds))
                         row |= dict(sent_bytes=one.sent_bytes, form_bytes=forms.get(method))
-                        print(json.dumps(row), file=file)
+                        add_rows(out, row)
     if not python:
         print(f"PyTorch was not raced: {missing}")
     show(out)
@@ -161,7 +154,7 @@ def main(
 
 def show(path: Path) -> None:
     """Print seconds of a step by rate, as times of none's, and bytes against the closed form."""
-    rows = [json.loads(line) for line in path.read_text().splitlines()]
+    rows = read_rows(path)
     rates = sorted({r["rate_mbit"] for r in rows}, reverse=True)
     found = {(r["framework"], r["method"], r["rate_mbit"]): r for r in rows}  # the last one counts
     sheet = Table("", *(f"{rate:g} Mbit/s" for rate in rates), "bytes", "of form")

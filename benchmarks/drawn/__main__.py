@@ -18,37 +18,36 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from benchmarks.drawn.measure import conclude, measure_all
+from benchmarks import frame
+from benchmarks.drawn.measure import measure_all
 from benchmarks.drawn.named import NAMED
 from benchmarks.drawn.rows import ROWS, table, verdicts
 from benchmarks.drawn.step import Step
 from benchmarks.drawn.steps import drawn_name, step_of
+from benchmarks.frame import AtOnce, Only, Written, chosen, conclude
 
 SEEDS = range(40)
 HELD_BACK = range(100_000, 100_040)
 
 console = Console(width=240)
-app = typer.Typer(add_completion=False, pretty_exceptions_show_locals=False)
+app = frame.app()
 
 
 @app.command()
 def main(
-    only: Annotated[list[str] | None, typer.Option(help="Only these steps, by name.")] = None,
+    only: Only = None,
     seeds: Annotated[str, typer.Option(help="Only drawn steps, of seeds FIRST:END.")] = "",
     held_back: Annotated[bool, typer.Option(help="Only drawn steps, of other seeds.")] = False,
-    jobs: Annotated[int, typer.Option(min=1, help="Compiles at a time.")] = 2,
+    jobs: AtOnce = 2,
     row: Annotated[
         list[str] | None, typer.Option(help=f"Only these rows: {', '.join(ROWS)}.")
     ] = None,
-    out: Annotated[
-        Path, typer.Option(help="Where rows go, as JSON lines; others there stay.")
-    ] = Path("out/drawn.jsonl"),
+    out: Written = Path("out/drawn.jsonl"),
 ) -> None:
     """Compile and simulate; exit 1 if a step is slower than it may be, or a compile fails."""
     steps = {name: _checked(name) for name in only or names(seeds, held_back)}
-    if unknown := set(row or ()) - set(ROWS):
-        raise typer.BadParameter(f"--row {', '.join(unknown)}: expected {', '.join(ROWS)}")
-    wanted = [(name, kind) for name in steps for kind in row or ROWS[:3]]
+    kinds = chosen("row", row, ROWS) if row else ROWS[:3]
+    wanted = [(name, kind) for name in steps for kind in kinds]
     together = measure_all(steps, wanted, jobs, out, console)
     console.print(table(together))
     conclude(*verdicts(together), console)

@@ -17,7 +17,8 @@ import jaxoverlap
 from benchmarks.drawn.rows import FALLBACK, OPTIONS, PLAIN
 from benchmarks.drawn.step import lower
 from benchmarks.drawn.steps import step_of
-from benchmarks.pod_step import of_cut, provenance
+from benchmarks.frame import Row, provenance
+from benchmarks.pod_step import of_cut
 from jaxoverlap._jax.jobs import peak_bytes
 from jaxoverlap.hardware.pods import compiler_options
 from jaxoverlap.plan.plan import Plan
@@ -25,8 +26,6 @@ from jaxoverlap.plan.speedup import Speedup
 from jaxoverlap.simulation.simulation import Simulation
 
 LONGEST = 12  # collectives and kernels of a row that it keeps
-
-Row = dict[str, Any]
 
 
 def measured(name: str, row: str) -> Row:

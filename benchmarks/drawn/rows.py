@@ -9,6 +9,7 @@ from typing import Any
 
 from rich.table import Table
 
+from benchmarks.frame import Row, sheet
 from benchmarks.pods.rows import notes, unfinished
 from jaxoverlap.passes.scheduling.reorder import SAME
 
@@ -28,8 +29,6 @@ MOST_SLOWER = 0.03  # that a step may be slower than plain by the rules alone
 SLOWER_SHARE = 1 / 20  # of the steps may be slower than plain by the rules alone
 LARGE = "no remat, 7B"  # a step that has to gain, and may not move more bytes
 LARGE_RATIO = 0.9  # of plain's time
-
-Row = dict[str, Any]
 
 
 @dataclass(frozen=True)
@@ -119,11 +118,9 @@ WORDS = ("taken", "decided", "notes")
 
 def table(steps: Sequence[Compared]) -> Table:
     """Make a table with a line a step; "a → b" is of plain and overlapped."""
-    grid = Table(title="steps by simulation of XLA's schedules; ms and GB a GPU")
-    for name in ("step", "pod", "mesh"):
-        grid.add_column(name)
-    for name in COLUMNS:
-        grid.add_column(name, justify="left" if name in WORDS else "right")
+    head = ("step", "pod", "mesh")
+    title = "steps by simulation of XLA's schedules; ms and GB a GPU"
+    grid = sheet(title, (*head, *COLUMNS), words=(*head, *WORDS))
     for step in steps:
         row = next(iter(step.rows.values()))
         mesh = " x ".join(f"{axis} {size}" for axis, size in row["mesh"].items())

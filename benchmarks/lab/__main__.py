@@ -20,11 +20,12 @@ import typer
 from rich.console import Console
 from rich.progress import Progress
 
+from benchmarks import frame
+from benchmarks.frame import provenance
 from benchmarks.lab import Lab, Network, why_not
 from benchmarks.lab.peer import torch_python
 from benchmarks.lab.report import draw, prediction_error, rows_of, table
 from benchmarks.lab.timing import timed
-from benchmarks.pod_step import provenance
 
 JAX, TORCH = "benchmarks.lab.races.on_hosts", "benchmarks.lab.races.torch_peer"
 BLOCKS = {
@@ -38,7 +39,7 @@ RATES = (4000.0, 2000.0, 1000.0, 500.0)
 SMALL = dict(rows=64, hidden=64, inner=128, blocks=2)
 SMALL_GPT: dict[str, Any] = GPT | dict(hidden=64, mlp=128, sequence=32, layers=1)
 console = Console(width=110)
-app = typer.Typer(add_completion=False, pretty_exceptions_show_locals=False)
+app = frame.app()
 
 Row = dict[str, Any]
 

@@ -42,6 +42,38 @@ def interleaved(
     return rows
 
 
+def turn(
+    host: Any,
+    run: Callable[[int], object],
+    count: int,
+    *,
+    barrier: Callable[[], object] = lambda: None,
+) -> dict[str, float]:
+    """Time some rounds of one contender on one host, after one round that is not counted.
+
+    Args:
+        host: the host, which counts the bytes that it has sent.
+        run: takes a number of rounds, and returns when they are done.
+        count: how many.
+        barrier: waits until all hosts are here; not timed.
+
+    Returns:
+        The seconds and the bytes sent of a round.
+    """
+    run(1)
+    barrier()
+    sent, began = host.sent_bytes(), time.perf_counter()
+    run(count)
+    seconds = time.perf_counter() - began
+    barrier()
+    return dict(seconds=seconds / count, sent_bytes=(host.sent_bytes() - sent) / count)
+
+
+def slowest(hosts: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """Put together what `turn` gave on all hosts: a round takes as long as on the slowest."""
+    return {name: max(row[name] for row in hosts) for name in ("seconds", "sent_bytes")}
+
+
 @dataclass(frozen=True)
 class Timed:
     """One contender's step on all hosts: a run takes as long as on its slowest host.

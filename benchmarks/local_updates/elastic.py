@@ -24,6 +24,8 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from benchmarks import frame
+from benchmarks.frame import MaybeOut, Shown, add_rows, chosen, read_rows, shown_or_out
 from benchmarks.lab import Host, Lab, Network
 
 HOSTS, EVERY, SEED = 4, 12, 0
@@ -31,7 +33,7 @@ HEARTBEAT_S, COLLECTIVE_S = 10, 20  # until a process, and a collective, is give
 DIES_AT, BACK_AFTER = 12, 10  # the round in which the last host is killed; rounds without it
 MID_ROUND_S = 0.3  # into that round
 CASES = ("four hosts", "one killed, back", "one killed for good", "three hosts")
-app = typer.Typer(add_completion=False, pretty_exceptions_show_locals=False)
+app = frame.app()
 
 
 def train_here(host: Host, steps: int, workers: int) -> None:
@@ -105,12 +107,7 @@ def run(
             return lab.spawn(rank, (sys.executable, *module), environment=environment)
 
         def rows() -> list[dict[str, Any]]:
-            path = folder / "rows0"
-            return (
-                [json.loads(line) for line in path.read_text().splitlines()]
-                if path.exists()
-                else []
-            )
+            return read_rows(folder / "rows0")
 
         processes = [begin(rank) for rank in range(workers)]
 
@@ -140,8 +137,7 @@ def show(path: Path) -> None:
         "case", "held-out loss", "worker rounds", "discarded", "round, s", "lost: s", "back: s",
         title="CO2 at 12 on four hosts, one of which is killed in mid-round",
     )  # fmt: skip
-    for line in path.read_text().splitlines():
-        row = json.loads(line)
+    for row in read_rows(path):
         rounds = row["rounds"]
         seconds = sorted(one["seconds"] for one in rounds)
         lost = [one["seconds"] for one in rounds if one["discarded"]]
@@ -163,8 +159,8 @@ def show(path: Path) -> None:
 
 @app.command()
 def main(
-    out: Annotated[Path | None, typer.Option(help="Rows of JSON; they are added to.")] = None,
-    table: Annotated[Path | None, typer.Option(help="Print the table of such a file.")] = None,
+    out: MaybeOut = None,
+    shown: Shown = None,
     case: Annotated[
         list[str] | None, typer.Option(help="One of the cases; by default all.")
     ] = None,
@@ -173,17 +169,10 @@ def main(
     """Race in a lab, or train as one of its hosts where the lab started this."""
     if "JAXOVERLAP_LAB_HOST" in os.environ:
         train_here(Host.here(), steps, int(os.environ["ELASTIC_WORKERS"]))
-    if table:
-        show(table)
-        return
-    if out is None:
-        raise typer.BadParameter("give --out, a file for the rows")
-    if unknown := set(case or ()) - set(CASES):
-        raise typer.BadParameter(f"--case {', '.join(unknown)}: expected one of {', '.join(CASES)}")
-    for name in case or CASES:
-        row = run(name, steps, out.absolute().parent / f"elastic-{name.replace(' ', '-')}")
-        with out.open("a") as file:
-            print(json.dumps(row), file=file)
+    out = shown_or_out(shown, out, show)
+    for name in chosen("case", case, CASES):
+        folder = out.absolute().parent / f"elastic-{name.replace(' ', '-')}"
+        add_rows(out, run(name, steps, folder))
     show(out)
 
 

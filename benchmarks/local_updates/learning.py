@@ -12,11 +12,11 @@ not run again.
 
 from __future__ import annotations
 
-import json
+import itertools
 import statistics
-import time
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import Annotated, Any
@@ -26,11 +26,10 @@ import numpy as np
 import optax
 import typer
 from rich.console import Console
-from rich.progress import track
 from rich.table import Table
 
+from benchmarks.frame import Job, MaybeOut, Shown, add_missing, chosen, read_rows, shown_or_out
 from benchmarks.local_updates.tasks import FASHION, Inner, Task, images, mesh_of, text
-from benchmarks.pod_step import read_rows
 from jaxoverlap.train import LocalUpdates, Outer, co2, diloco, local_sgd, slowmo
 from jaxoverlap.train import compression as c
 
@@ -186,44 +185,32 @@ def held_out_loss(task: Task, params: Any) -> float:
 
 def main(
     task: Annotated[str, typer.Option(help="images or text.")] = "images",
-    out: Annotated[Path | None, typer.Option(help="Add rows to this file.")] = None,
+    out: MaybeOut = None,
     folder: Annotated[Path, typer.Option(help="Where Fashion-MNIST lies.")] = FASHION,
     only: Annotated[list[str] | None, typer.Option(help="Names of algorithms.")] = None,
     every: Annotated[list[int] | None, typer.Option(help="Steps of a round.")] = None,
     length: Annotated[float, typer.Option(help="Of a run, over the task's own steps.")] = 1.0,
     seeds: int = SEEDS,
-    table: Annotated[Path | None, typer.Option(help="Print the rows of a file instead.")] = None,
+    shown: Shown = None,
 ) -> None:
-    if table:
-        show(table)
-        return
-    if out is None:
-        raise typer.BadParameter("give --out, a file for the rows")
+    out = shown_or_out(shown, out, show)
     jax.config.update("jax_num_cpu_devices", WORKERS)
     what = images(folder) if task == "images" else text()
     what = replace(what, steps=round(what.steps * length))
     known = algorithms(EVERY[0], what)
-    if unknown := set(only or ()) - known.keys():
-        raise typer.BadParameter(f"--only {', '.join(unknown)}: expected {', '.join(known)}")
-    found = {(r["name"], r["every"], r["seed"], r["steps"]) for r in read_rows(out)}
-    wanted = [name for name in known if not only or name in only]
-    alone = [name for name in wanted if known[name].outer is None]
-    runs = [
-        (name, steps, seed)
-        for seed in range(seeds)
-        for name, steps in [
-            *((name, 1) for name in alone),
-            *((name, steps) for steps in every or EVERY for name in wanted if name not in alone),
-        ]
-        if (name, steps, seed, what.steps) not in found
+    wanted = chosen("only", only, known)
+    alone = [(name, 1) for name in wanted if known[name].outer is None]
+    rounds = [
+        (name, steps)
+        for steps in every or EVERY
+        for name in wanted
+        if known[name].outer is not None
     ]
-    with out.open("a", buffering=1) as file:
-        for name, steps, seed in track(runs, "runs"):
-            began = time.perf_counter()
-            row = dict(task=what.name, name=name, every=steps, seed=seed, steps=what.steps)
-            row |= run(what, seed, algorithms(steps, what)[name])
-            row |= dict(seconds=time.perf_counter() - began)
-            print(json.dumps(row), file=file)
+    jobs: list[Job] = []
+    for seed, (name, steps) in itertools.product(range(seeds), alone + rounds):
+        labels = dict(task=what.name, name=name, every=steps, seed=seed, steps=what.steps)
+        jobs.append((labels, partial(run, what, seed, algorithms(steps, what)[name])))
+    add_missing(out, jobs, timed=True)
     show(out)
 
 

@@ -11,22 +11,20 @@ again.
 
 from __future__ import annotations
 
-import json
 import warnings
 from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import jax
-import typer
 from rich.console import Console
-from rich.progress import track
 from rich.table import Table
 
 import jaxoverlap
+from benchmarks import frame
+from benchmarks.frame import Job, Out, add_missing, read_rows
 from benchmarks.local_updates import steps
 from benchmarks.local_updates.steps import Size
-from benchmarks.pod_step import read_rows
 from jaxoverlap import parse_cluster, pod_mesh
 from jaxoverlap.hardware.pods import compiler_options
 from jaxoverlap.train import LocalUpdates, Outer, co2, diloco, local_sgd, streaming_diloco
@@ -35,8 +33,7 @@ GBIT = 80  # a host, as the paper's slow network
 EVERY = (1, 4, 12, 48)
 WORKERS = (8, 16, 32, 64, 128, 512, 1024)
 SIZE = Size()
-app = typer.Typer(add_completion=False)
-Out = Annotated[Path, typer.Option(help="Add rows to this file.")]
+app = frame.app()
 
 
 def cluster_of(workers: int) -> str:
@@ -102,19 +99,11 @@ def measured(compiled: Any, workers: int, taken: int, **labels: Any) -> dict[str
     )
 
 
-Job = tuple[dict[str, Any], Callable[[], dict[str, Any]]]
-
-
 def run(out: Path, jobs: list[Job]) -> None:
     """Make the rows that a file lacks."""
-    known = read_rows(out)
-    missing = [
-        (labels, job) for labels, job in jobs if not any(labels.items() <= k.items() for k in known)
-    ]
-    with out.open("a", buffering=1) as file, warnings.catch_warnings():
+    with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # overlap says that nothing becomes a ring
-        for labels, job in track(missing, "compiling"):
-            print(json.dumps({**labels, **job()}), file=file)
+        add_missing(out, jobs)
     table(out)
 
 
@@ -188,7 +177,7 @@ def scale(out: Out, workers: list[int] | None = None) -> None:
 @app.command()
 def table(path: Path) -> None:
     """Print the rows of a file."""
-    rows = [json.loads(line) for line in path.read_text().splitlines()]
+    rows = read_rows(path)
     sheet = Table("program", "ms", "exposed ms", "a step", "peak GB", title="on one pod")
     for row in (r for r in rows if r["what"] == "peers"):
         ms = row["seconds"] * 1e3

@@ -9,8 +9,6 @@ Four hosts, one worker each, of one compute device and, for an average that hide
 from __future__ import annotations
 
 import functools
-import json
-import time
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -24,6 +22,9 @@ from jax.sharding import PartitionSpec as P
 from rich.console import Console
 from rich.table import Table
 
+from benchmarks.frame import Out, add_rows, read_rows
+from benchmarks.lab.timing import slowest, turn
+
 HOSTS, EVERY, WIDTH, LAYERS = 4, 12, 256, 8
 BYTES = 4 * LAYERS * WIDTH * WIDTH
 METHODS = ("alone", "synchronous", "LocalSGD", "DiLoCo", "CO2")
@@ -33,14 +34,7 @@ RATES = (1000.0, 200.0, 100.0, 60.0, 40.0, 25.0)  # Mbit/s
 def host_main(host: Any, *, method: str, rounds: int, rows: int) -> dict[str, Any]:
     """Time rounds of a method on one host; the programs live on between calls."""
     _start(host)
-    run = _runner(method, rows)
-    run(1)
-    _together()
-    sent, began = host.sent_bytes(), time.perf_counter()
-    run(rounds)
-    seconds = time.perf_counter() - began
-    _together()
-    return dict(seconds=seconds / rounds, sent_bytes=(host.sent_bytes() - sent) / rounds)
+    return turn(host, _runner(method, rows), rounds, barrier=_together)
 
 
 @functools.cache
@@ -137,7 +131,7 @@ def _runner(method: str, rows: int) -> Any:
 
 
 def main(
-    out: Annotated[Path, typer.Option(help="Add rows to this file.")],
+    out: Out,
     rounds: int = 6,
     repeats: int = 3,
     rows: Annotated[int, typer.Option(help="Of a worker's batch: how long a step takes.")] = 768,
@@ -150,7 +144,6 @@ def main(
     with (
         Lab(Network(hosts=HOSTS, rate_mbit=1000.0), environment=environment) as lab,
         lab.processes() as processes,
-        out.open("a", buffering=1) as file,
     ):
         for rate in rates or RATES:
             lab.shape(rate)
@@ -163,15 +156,13 @@ def main(
                         rows=rows,
                     )
                     row = dict(rate_mbit=rate, method=method, repeat=repeat)
-                    row |= dict(seconds=max(t["seconds"] for t in taken))
-                    row |= dict(sent_bytes=max(t["sent_bytes"] for t in taken))
-                    print(json.dumps(row), file=file)
+                    add_rows(out, row | slowest(taken))
     table(out)
 
 
 def table(path: Path) -> None:
     """Print medians: samples a second against those of steps alone, at each rate."""
-    rows = [json.loads(line) for line in path.read_text().splitlines()]
+    rows = read_rows(path)
     sheet = Table("Mbit/s", *METHODS, "all-reduce / steps", title="share of `alone`")
     for rate in sorted({r["rate_mbit"] for r in rows}):
         at = [r for r in rows if r["rate_mbit"] == rate]

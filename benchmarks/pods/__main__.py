@@ -13,18 +13,25 @@ does not end, is a row and not the end. Compile times are with the kernels of ea
 
 from collections.abc import Mapping
 from enum import StrEnum
-from functools import partial
-from itertools import zip_longest
 from pathlib import Path
 from typing import Annotated
 
 import typer
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from benchmarks.forks import import_first, in_fork
-from benchmarks.lanes import Job, Row, dealt, done, kernels
-from benchmarks.pod_step import read_rows, write_rows
+from benchmarks import frame
+from benchmarks.children import Job, compiled_at_once, import_first, with_kernels
+from benchmarks.frame import (
+    AtOnce,
+    Only,
+    OnlyRows,
+    Row,
+    Written,
+    chosen,
+    conclude,
+    read_rows,
+    write_rows,
+)
 from benchmarks.pods.child import measured
 from benchmarks.pods.rows import refused, table, verdicts
 from benchmarks.pods.suite import ALL, BY_PROCESS, STEPS, Step
@@ -48,33 +55,27 @@ class Layout(StrEnum):
         return {Layout.HOST: STEPS, Layout.GPU: BY_PROCESS, Layout.BOTH: ALL}[self]
 
 
-app = typer.Typer(add_completion=False, pretty_exceptions_show_locals=False)
+app = frame.app()
 
 
 @app.command()
 def main(
-    only: Annotated[list[str] | None, typer.Option(help="Only these steps.")] = None,
-    row: Annotated[list[str] | None, typer.Option(help="Only these rows.")] = None,
+    only: Only = None,
+    row: OnlyRows = None,
     layout: Annotated[
         Layout, typer.Option(help="A process on each host, or for each GPU.")
     ] = Layout.HOST,
-    jobs: Annotated[int, typer.Option(min=1, help="Compiles at a time.")] = 2,
-    out: Annotated[Path, typer.Option(help="Where rows go, as JSON lines.")] = Path(
-        "out/pods.jsonl"
-    ),
+    jobs: AtOnce = 2,
+    out: Written = Path("out/pods.jsonl"),
 ) -> None:
     """Compile and simulate; exit 1 if an overlapped step falls short, or a compile fails."""
-    if unknown := set(only or ()) - set(STEPS):
-        raise typer.BadParameter(f"--only {', '.join(unknown)}: expected {', '.join(STEPS)}")
-    steps = [n for n in layout.steps if not only or n.partition(",")[0] in only]
+    names = chosen("only", only, STEPS)
+    steps = [n for n in layout.steps if n.partition(",")[0] in names]
     wanted = [(step, name) for step in steps for name in ALL[step].rows if not row or name in row]
     rows = compile_all(ALL, wanted, jobs, out)
     console.print(table(rows))
     lines, short = verdicts(rows)
-    console.print("\n".join([*refused(rows), *lines]))
-    if short:
-        console.print("\nfalls short:\n" + "\n".join(short))
-        raise typer.Exit(1)
+    conclude([*refused(rows), *lines], short, console)
 
 
 def compile_all(steps: Mapping[str, Step], wanted: list[Job], jobs: int, out: Path) -> list[Row]:
@@ -82,32 +83,18 @@ def compile_all(steps: Mapping[str, Step], wanted: list[Job], jobs: int, out: Pa
 
     Rows that the file has of other steps stay there.
     """
-    lanes = dealt(wanted, jobs)
-    known = kernels(lanes, {name: step.pod for name, step in steps.items()})
-    turns = [job for together in zip_longest(*lanes) for job in together if job]
     import_first(["benchmarks.pods.__main__"])
     others = [row for row in read_rows(out) if (row["step"], row["row"]) not in wanted]
     row_of: dict[Job, Row] = {}
-    with _progress() as progress:
-        bar = progress.add_task("compiling", total=len(wanted))
-        for job, result in done(turns, jobs, partial(compile_in_child, known)):
-            row_of[job] = {"step": job[0], "row": job[1], "pod": steps[job[0]].pod, **result}
-            progress.update(bar, advance=1, description=f"{job[0]}, {job[1]}")
-            write_rows(out, [*others, *(row_of[job] for job in wanted if job in row_of)])
+    pods = {name: step.pod for name, step in steps.items()}
+
+    def work(job: Job, known: KnownKernels) -> Row:
+        return with_kernels(measured, job, known, CHILD_S)
+
+    for job, result in compiled_at_once(wanted, jobs, pods, work, console):
+        row_of[job] = {"step": job[0], "row": job[1], "pod": pods[job[0]], **result}
+        write_rows(out, [*others, *(row_of[job] for job in wanted if job in row_of)])
     return [row_of[job] for job in wanted]
-
-
-def compile_in_child(known: dict[str, KnownKernels], job: Job) -> Row:
-    with known[job[0]].lent() as loan:
-        flag = f"--xla_gpu_kernel_cache_file={loan.file}"
-        row = in_fork(measured, *job, timeout_s=CHILD_S, xla_flags=flag)
-        loan.ended_well = "error" not in row
-        return row
-
-
-def _progress() -> Progress:
-    columns = (BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    return Progress(*columns, TextColumn("{task.description}"), console=console)
 
 
 if __name__ == "__main__":

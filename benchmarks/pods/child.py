@@ -6,7 +6,8 @@ from collections import defaultdict
 from typing import Any
 
 import jaxoverlap
-from benchmarks.pod_step import of_cut, provenance
+from benchmarks.frame import Row, provenance
+from benchmarks.pod_step import of_cut
 from benchmarks.pods.questions import MESH_STEPS
 from benchmarks.pods.suite import (
     ALL,
@@ -24,8 +25,6 @@ from jaxoverlap.flags import options_for
 from jaxoverlap.flags.published import accepted
 from jaxoverlap.hardware.pods import compiler_options
 from jaxoverlap.simulation.simulation import Simulation
-
-Row = dict[str, Any]
 
 SETTINGS: dict[str, dict[str, Any]] = {  # of overlap(), besides the scheduler pass
     OVERLAPPED: {"schedule": None},

@@ -1,16 +1,15 @@
 """Report the rows of a suite: the table, and the verdicts on them."""
 
 from collections.abc import Iterable, Sequence
-from typing import Any
 
 from rich.table import Table
 
+from benchmarks.frame import Row, sheet
 from benchmarks.pods.suite import OVERLAPPED, PLAIN, PRESET_ROWS, SCHEDULED
 from jaxoverlap.hardware.cluster import parse_cluster
 from jaxoverlap.passes.scheduling.reorder import SAME
 from jaxoverlap.simulation.replay import UNKNOWN_TRIPS
 
-Row = dict[str, Any]
 MAX_EXPOSED_RATIO, MAX_MEMORY_RATIO = 0.25, 1.15  # of plain's
 NEEDED = (PLAIN, OVERLAPPED, SCHEDULED)  # without these there is nothing to compare
 BEST_PRESET = "plain, best preset"
@@ -23,11 +22,8 @@ COLUMNS = (
 
 def table(rows: Sequence[Row]) -> Table:
     """All rows, step by step; of the presets only the best."""
-    grid = Table(title="train steps on pods, by simulation of XLA's schedules; ms and GB a GPU")
-    for name in ("step", "row"):
-        grid.add_column(name)
-    for name in COLUMNS:
-        grid.add_column(name, justify="left" if name == "notes" else "right")
+    title = "train steps on pods, by simulation of XLA's schedules; ms and GB a GPU"
+    grid = sheet(title, ("step", "row", *COLUMNS), words=("step", "row", "notes"))
     for step in steps(rows):
         mine = of_step(rows, step)
         for row in shown(mine):

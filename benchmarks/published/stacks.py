@@ -6,6 +6,17 @@ from dataclasses import replace
 
 from jaxoverlap.parallelism.stack import JAX, JAX_LHS, MEGATRON_CORE, TORCH, Stack
 
+# Megatron-DeepSpeed as vTrain's authors ran it: gradients are summed in 16 bits. Nothing is fitted;
+# network_share is what NCCL's rings usually reach of a NIC.
+MEGATRON_DEEPSPEED = Stack(
+    name="Megatron-DeepSpeed",
+    fused_attention=False,
+    causal=False,
+    dropout=True,
+    reduced_bytes=2,
+    gradient_passes=11,
+    network_share=0.92,
+)
 # MaxText under XLA's scheduler with a profile, which gathers a layer ahead.
 MAXTEXT = replace(JAX, prefetches=True, selective=("attention", "pointwise"))
 # Each fp8 matmul of flax has a scale for each operand and for its cotangent, from all devices; XLA

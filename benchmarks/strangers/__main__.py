@@ -18,9 +18,9 @@ from typing import Annotated
 
 import typer
 from rich.console import Console
-from rich.table import Table
 
-from benchmarks.pod_step import commit
+from benchmarks import frame
+from benchmarks.frame import Written, add_rows, commit, conclude, sheet, write_rows
 from benchmarks.strangers.cases import CASES
 from benchmarks.strangers.environments import environment
 from benchmarks.strangers.rows import (
@@ -39,7 +39,7 @@ from benchmarks.strangers.rows import (
 from benchmarks.strangers.stranger import Case
 
 console = Console(width=200)
-app = typer.Typer(add_completion=False, pretty_exceptions_show_locals=False)
+app = frame.app()
 
 
 @app.command()
@@ -50,9 +50,7 @@ def main(
         typer.Option("--what", help=f"Only these runs: {', '.join((*WHAT, *BY_RULES))}."),
     ] = None,
     jax: Annotated[str, typer.Option(help="The jax version to try them on.")] = "0.12.0.1",
-    out: Annotated[Path, typer.Option(help="Where rows go, as JSON lines.")] = Path(
-        "out/strangers.jsonl"
-    ),
+    out: Written = Path("out/strangers.jsonl"),
     table: Annotated[Path | None, typer.Option(help="Where the table goes, as Markdown.")] = None,
 ) -> None:
     """Run, compare, print; exit 1 if a step failed or differs."""
@@ -61,8 +59,7 @@ def main(
         names = ", ".join(f"{case.name!r}" for case in CASES)
         raise typer.BadParameter(f"no case has {only} in its name: {names}")
     rows = []
-    out.parent.mkdir(parents=True, exist_ok=True)
-    out.write_text("")  # rows are added as they come: all of them take long
+    write_rows(out, ())  # rows are added as they come: all of them take long
     for case in cases:
         python = environment(case, jax, console)
         for what in only_what or (*WHAT, *BY_RULES):
@@ -70,14 +67,11 @@ def main(
                 continue
             with console.status(f"{case.name}: {what}"):
                 rows.append(in_child(python, case, what))
-            with out.open("a") as file:
-                file.write(json.dumps(rows[-1]) + "\n")
+            add_rows(out, rows[-1])
     print_rows(rows)
     if table:
         table.write_text(markdown(rows))
-    if problems := [p for row in rows for p in shortfalls(row)]:
-        console.print("\n".join(problems), markup=False)
-        raise typer.Exit(1)
+    conclude([], [p for row in rows for p in shortfalls(row)], console)
 
 
 def in_child(python: str, case: Case, what: str) -> Row:
@@ -94,9 +88,7 @@ def in_child(python: str, case: Case, what: str) -> Row:
 
 
 def print_rows(rows: list[Row]) -> None:
-    table = Table(title="published train steps, plain and overlapped")
-    for index, name in enumerate(COLUMNS):
-        table.add_column(name, justify="left" if index < WORDS else "right")
+    table = sheet("published train steps, plain and overlapped", COLUMNS, words=COLUMNS[:WORDS])
     for cells in table_cells(rows):
         table.add_row(*cells)
     console.print(table)

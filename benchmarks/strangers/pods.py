@@ -14,14 +14,16 @@ from __future__ import annotations
 import statistics
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.drawn.measure import conclude, measure_all
+from benchmarks import frame
+from benchmarks.drawn.measure import measure_all
 from benchmarks.drawn.rows import OVERLAPPED, PLAIN, Compared
+from benchmarks.frame import AtOnce, OnlyRows, Row, Written, chosen, conclude, sheet
 from benchmarks.pods.rows import MAX_MEMORY_RATIO, unfinished
 from benchmarks.strangers.pod_steps import POD_STEPS
 
@@ -35,27 +37,23 @@ COLUMNS = (
     "compile s", "decided",
 )  # fmt: skip
 
-Row = dict[str, Any]
 console = Console(width=200)
-app = typer.Typer(add_completion=False, pretty_exceptions_show_locals=False)
+app = frame.app()
 
 
 @app.command()
 def main(
     only: Annotated[list[str] | None, typer.Option(help="Steps whose names have this.")] = None,
-    row: Annotated[list[str] | None, typer.Option(help="Only these rows.")] = None,
-    jobs: Annotated[int, typer.Option(min=1, help="Compiles at a time.")] = 2,
-    out: Annotated[
-        Path, typer.Option(help="Where rows go, as JSON lines; others there stay.")
-    ] = Path("out/strangers_pods.jsonl"),
+    row: OnlyRows = None,
+    jobs: AtOnce = 2,
+    out: Written = Path("out/strangers_pods.jsonl"),
 ) -> None:
     """Compile and simulate; exit 1 if a step misses its aim, or a compile fails."""
     steps = {n: s for n, s in POD_STEPS.items() if not only or any(o in n for o in only)}
     if not steps:
         raise typer.BadParameter(f"no step has {only} in its name: {', '.join(POD_STEPS)}")
-    if unknown := set(row or ()) - {PLAIN, OVERLAPPED}:
-        raise typer.BadParameter(f"--row {', '.join(unknown)}: expected {PLAIN}, {OVERLAPPED}")
-    wanted = [(name, kind) for name in steps for kind in row or (PLAIN, OVERLAPPED)]
+    kinds = chosen("row", row, (PLAIN, OVERLAPPED))
+    wanted = [(name, kind) for name in steps for kind in kinds]
     together = measure_all(steps, wanted, jobs, out, console)
     console.print(table(together))
     conclude(*verdicts(together), console)
@@ -91,10 +89,8 @@ def _too_much(plain: Row, mine: Row) -> list[str]:
 
 def table(steps: Sequence[Compared]) -> Table:
     """Make a table with a line a step; "a → b" is of plain and overlapped."""
-    grid = Table(title="published train steps by simulation of XLA's schedules; ms and GB a GPU")
-    grid.add_column("step")
-    for name in COLUMNS:
-        grid.add_column(name, justify="left" if name == "decided" else "right")
+    title = "published train steps by simulation of XLA's schedules; ms and GB a GPU"
+    grid = sheet(title, ("step", *COLUMNS), words=("step", "decided"))
     for step in steps:
         grid.add_row(step.name, *cells(step))
     return grid

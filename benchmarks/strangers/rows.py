@@ -9,9 +9,9 @@ from typing import Any
 
 import numpy as np
 
+from benchmarks import frame
+from benchmarks.frame import Row
 from jaxoverlap import Plan
-
-Row = dict[str, Any]
 
 WHAT = ("numbers", "plain", "overlapped", "picture", "halves")
 BY_RULES = ("by_rules", "ruled")  # of layers that are given a matmul, where they take one
@@ -173,9 +173,6 @@ def by_rules(rows: list[Row]) -> list[str]:
 
 def markdown(rows: list[Row]) -> str:
     """The table, as docs/results.md shows it, and the reasons of skipped matmuls."""
-    rules = [" --- "] * WORDS + [" ---: "] * (len(COLUMNS) - WORDS)
-    lines = [COLUMNS, *table_cells(rows)]
-    table = ["| " + " | ".join(line) + " |" for line in lines]
-    table.insert(1, "|" + "|".join(rules) + "|")
+    table = frame.markdown(COLUMNS, table_cells(rows), COLUMNS[WORDS:])
     reasons = [f"- {line}" for line in skipped_lines(rows)]
-    return "\n".join([*table, *([""] if reasons else []), *reasons]) + "\n"
+    return "\n".join([table, *([""] if reasons else []), *reasons]) + "\n"

@@ -20,7 +20,6 @@ Attention's blocks are plain matmuls under a mask in all others. Two layers of a
 from __future__ import annotations
 
 import itertools
-import json
 import re
 import time
 import warnings
@@ -36,6 +35,7 @@ from rich.console import Console
 from rich.table import Table
 
 import jaxoverlap
+from benchmarks.frame import MaybeOut, add_rows
 from benchmarks.varlen.table import first
 from jaxoverlap import parse_cluster, pod_mesh
 from jaxoverlap.hardware.pods import compiler_options
@@ -149,7 +149,7 @@ def measured(way: str, pod: str, lengths: np.ndarray) -> dict[str, Any]:
 
 def main(
     lengths: Annotated[Path, typer.Option(help="Folder of lists.")],
-    out: Annotated[Path | None, typer.Option(help="Add rows to this file.")] = None,
+    out: MaybeOut = None,
     pod: list[str] | None = None,
     batch: list[str] | None = None,
     way: list[str] | None = None,
@@ -170,9 +170,7 @@ def main(
             print(
                 cluster, which, how, "covered of all:", row["kinds"], row["others"], row["bounds"]
             )
-            if out:
-                with out.open("a") as file:
-                    print(json.dumps(row), file=file)
+            add_rows(out, row)
     Console(width=110).print(table)
 
 

@@ -30,6 +30,9 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from benchmarks import frame
+from benchmarks.frame import MaybeOut, add_rows
+
 RAILS = 2
 RACES = {"round": "one rail", "permute": "one way", "step": "even splitting"}  # and the slow one
 PORT = 7811
@@ -40,7 +43,7 @@ _NAMED = (
     'echo "$1" > /proc/sys/kernel/hostname && mount --bind "$2" /etc/hosts && shift 2 && exec "$@"'
 )
 
-app = typer.Typer(add_completion=False)
+app = frame.app()
 
 
 @app.command()
@@ -51,7 +54,7 @@ def run(
     within_s: float = 900.0,
     hosts: int = 2,
     only: Annotated[list[str] | None, typer.Option(help="round, permute or step; or all.")] = None,
-    out: Annotated[Path | None, typer.Option(help="Add rows to this file.")] = None,
+    out: MaybeOut = None,
 ) -> None:
     """Run both races, and print medians."""
     from benchmarks.lab import Lab, Network
@@ -92,11 +95,8 @@ def run(
             gain = contenders[slow].median_s / row.median_s
             cells = f"{row.median_s * 1e3:.1f}", f"{row.spread:.2f}", f"{row.sent_bytes / 1e6:.2f}"
             table.add_row(race, way, *cells, f"{gain:.2f}")
-            if out:
-                line = dict(race=race, way=way, hosts=hosts, rate_mbit=rate, megabytes=megabytes)
-                line |= dict(seconds=row.seconds, gain=gain)
-                with out.open("a") as file:
-                    print(json.dumps(line | dict(sent_bytes=row.sent_bytes)), file=file)
+            line = dict(race=race, way=way, hosts=hosts, rate_mbit=rate, megabytes=megabytes)
+            add_rows(out, line | dict(seconds=row.seconds, gain=gain, sent_bytes=row.sent_bytes))
     Console(width=96).print(table)
 
 

@@ -19,6 +19,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from benchmarks.frame import MaybeOut, add_rows
 from benchmarks.varlen.table import CLUSTERS, batches, first, setup_of
 from jaxoverlap.train.varlen import Planner
 
@@ -31,7 +32,7 @@ def main(
     nodes: int = 2,
     tokens: int = 4096,
     count: Annotated[int, typer.Option(help="Batches held out of each list.")] = 120,
-    out: Annotated[Path | None, typer.Option(help="Add rows to this file.")] = None,
+    out: MaybeOut = None,
 ) -> None:
     """Fit on one half of each list, plan the other halves, and print a table."""
     known = {p.stem: np.loadtxt(p, dtype=int) for p in sorted(lengths.glob("*.txt"))}
@@ -58,9 +59,7 @@ def main(
                 rest = str(row["programs"]), str(row["used"]), f"{row['slots']:.2f}"
                 table.add_row(name, fitted, tried, *cells, *rest)
                 print(json.dumps(row), flush=True)
-                if out:
-                    with out.open("a") as file:
-                        print(json.dumps(row), file=file)
+                add_rows(out, row)
     Console(width=100).print(table)
 
 

@@ -12,7 +12,6 @@ Lists of token lengths are read from --lengths, one number a line and list.
 from __future__ import annotations
 
 import itertools
-import json
 import time
 from collections.abc import Iterator
 from dataclasses import replace
@@ -24,6 +23,8 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from benchmarks import frame
+from benchmarks.frame import MaybeOut, add_rows
 from benchmarks.varlen.methods import (
     METHODS,
     Setup,
@@ -50,9 +51,8 @@ ROOM = 1.5
 HEADLINE = "USP"  # Transformer Engine's "a2a+p2p": its best way for long sequences
 PAPER = {"routing": 1.6, "partition + engine": 3.2, "routing + engine": 3.51, "all, ragged": 3.64}
 
-app = typer.Typer(add_completion=False)
+app = frame.app()
 Lengths = Annotated[Path, typer.Option(help="Folder of lists.")]
-Out = Annotated[Path | None, typer.Option(help="Add rows to this file.")]
 
 
 def cluster_of(name: str, count: int) -> tuple[Cluster, int]:
@@ -109,17 +109,11 @@ def geometric(values: Any) -> float:
     return float(np.exp(np.nanmean(np.log(list(values)))))
 
 
-def write(out: Path | None, rows: list[dict[str, Any]]) -> None:
-    if out:
-        with out.open("a") as file:
-            file.writelines(json.dumps(row) + "\n" for row in rows)
-
-
 @app.command()
 def lists(
     lengths: Lengths,
     batches_each: int = 3,
-    out: Out = None,
+    out: MaybeOut = None,
     seed: int = 0,
     settings: Annotated[int, typer.Option(help="How many of SETTINGS.")] = 4,
 ) -> None:
@@ -140,7 +134,7 @@ def lists(
                     fields = dict(list=path.stem, cluster=cluster, nodes=count, tokens=tokens)
                     row = fields | dict(batch=index, longest=int(batch.max()), seconds=took)
                     rows.append(row)
-    write(out, rows)
+    add_rows(out, *rows)
     _lists(rows)
 
 
@@ -195,7 +189,7 @@ def _apart(setup: Setup, batch: np.ndarray) -> tuple[float, float, float, float]
 
 
 @app.command()
-def ablation(lengths: Lengths, batches_each: int = 3, out: Out = None) -> None:
+def ablation(lengths: Lengths, batches_each: int = 3, out: MaybeOut = None) -> None:
     """Show ours part by part on cluster A."""
     parts = {
         "routing": routed_ring,
@@ -212,7 +206,7 @@ def ablation(lengths: Lengths, batches_each: int = 3, out: Out = None) -> None:
                 base = te_ring(setup, batch)
                 gains = {name: base / method(setup, batch) for name, method in parts.items()}
                 rows.append(dict(list=path.stem, nodes=count, tokens=tokens, gains=gains))
-    write(out, rows)
+    add_rows(out, *rows)
     names = sorted({r["list"] for r in rows})
     table = Table("part", *names, "all lists", "greatest", "paper (ArXiv)")
     for part in parts:
@@ -225,7 +219,7 @@ def ablation(lengths: Lengths, batches_each: int = 3, out: Out = None) -> None:
 
 
 @app.command()
-def magi(lengths: Lengths, batches_each: int = 3, out: Out = None) -> None:
+def magi(lengths: Lengths, batches_each: int = 3, out: MaybeOut = None) -> None:
     """Compare in MagiAttention's setting: TFLOP/s/GPU of attention, 8 to 64 H100s."""
     model: dict[str, Any] = dict(heads=64, kv_heads=8, head_size=128)
     table, rows = Table("way", "8 GPUs", "16", "32", "64", title="TFLOP/s/GPU, simulated"), []
@@ -244,7 +238,7 @@ def magi(lengths: Lengths, batches_each: int = 3, out: Out = None) -> None:
             for name in names:
                 rate = flops / METHODS[name](setup, batch) / (count * 8) / 1e12
                 rows.append(dict(way=name, gpus=count * 8, tflops=rate))
-    write(out, rows)
+    add_rows(out, *rows)
     for name in names:
         rates = [
             geometric(r["tflops"] for r in rows if r["way"] == name and r["gpus"] == n)

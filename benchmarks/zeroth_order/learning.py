@@ -9,11 +9,13 @@ new text, before and after. Rows that the file has already are not run again.
 
 from __future__ import annotations
 
-import json
+import functools
+import itertools
 import statistics
 import sysconfig
 import tempfile
 import time
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -22,10 +24,9 @@ import numpy as np
 import optax
 import typer
 from rich.console import Console
-from rich.progress import track
 from rich.table import Table
 
-from benchmarks.pod_step import read_rows
+from benchmarks.frame import Job, MaybeOut, Row, Shown, add_missing, read_rows, shown_or_out
 from models import finetune_zo, trainer
 from models.config import Config
 from models.finetune_zo import FineTune
@@ -118,36 +119,34 @@ def run(name: str, checkpoint: Path, text: Path, seed: int, rate: float, steps: 
 
 
 def main(
-    out: Annotated[Path | None, typer.Option(help="Add rows to this file.")] = None,
-    shown: Annotated[Path | None, typer.Option("--table", help="Print this file.")] = None,
+    out: MaybeOut = None,
+    shown: Shown = None,
     method: Annotated[str | None, typer.Option(help="One method, as 'zeroth: full'.")] = None,
     rate: float | None = None,
     steps: int | None = None,
     seeds: int = SEEDS,
 ) -> None:
-    if out is None:
-        assert shown is not None, "give --out or --table"
-        return table(shown)
-    found = read_rows(out)
-    have = {(r["method"], r["seed"], r["rate"], r["steps"]) for r in found}
+    out = shown_or_out(shown, out, table)
     jax.config.update("jax_num_cpu_devices", 1)
-    with tempfile.TemporaryDirectory() as folder, out.open("a", buffering=1) as file:
-        text = source_text(Path(folder))
-        for seed in range(seeds):
-            checkpoint = None
-            for name in track([m for m in RATES if method in (None, m)], description=f"{seed}"):
-                many = steps or STEPS[name.split(":")[0]]
-                if (name, seed, rate or RATES[name], many) in have:
-                    continue
-                checkpoint = checkpoint or pretrained(Path(folder), seed)
-                row = run(name, checkpoint, text, seed, rate or RATES[name], many)
-                print(json.dumps(row), file=file)
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        text, checkpoint = source_text(folder), functools.cache(partial(pretrained, folder))
+
+        def made(method: str, seed: int, rate: float, steps: int) -> Row:
+            return run(method, checkpoint(seed), text, seed, rate, steps)
+
+        jobs: list[Job] = []
+        for seed, one in itertools.product(range(seeds), [m for m in RATES if method in (None, m)]):
+            many = steps or STEPS[one.split(":")[0]]
+            labels = dict(method=one, seed=seed, rate=rate or RATES[one], steps=many)
+            jobs.append((labels, partial(made, **labels)))
+        add_missing(out, jobs)
     table(out)
 
 
 def table(path: Path) -> None:
     """Print means and standard deviations over seeds."""
-    rows = [json.loads(line) for line in path.read_text().splitlines()]
+    rows = read_rows(path)
     sheet = Table("method", "rate", "steps", "parameters", "before", "after", "seeds that fell")
     for key in dict.fromkeys((r["method"], r["rate"], r["steps"]) for r in rows):
         matching = [r for r in rows if (r["method"], r["rate"], r["steps"]) == key]

@@ -9,18 +9,18 @@ are those of `compiled.memory_analysis()`. Rows that the file has are not made a
 
 from __future__ import annotations
 
-import json
 import time
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 from rich.console import Console
-from rich.progress import track
 from rich.table import Table
 
 import jaxoverlap
-from benchmarks.pod_step import provenance, read_rows
+from benchmarks import frame
+from benchmarks.frame import Job, Out, Row, add_missing, provenance, read_rows
 from benchmarks.zeroth_order import opt, steps
 from jaxoverlap import parse_cluster
 from jaxoverlap._jax.jobs import peak_bytes
@@ -39,7 +39,7 @@ WANTED = (
     ("175b", "a100-sxm-80", 8, False),
     *(("175b", "h100-sxm", gpus, True) for gpus in (1, 4)),
 )
-app = typer.Typer(add_completion=False)
+app = frame.app()
 
 
 def measured(model: str, chip: str, gpus: int, sliced: bool, layers: int | None) -> dict[str, Any]:
@@ -83,24 +83,21 @@ def measured(model: str, chip: str, gpus: int, sliced: bool, layers: int | None)
 
 @app.command()
 def rows(
-    out: Annotated[Path, typer.Option(help="Add rows to this file.")],
+    out: Out,
     model: str | None = None,
     gpus: int | None = None,
     chip: str | None = None,
     layers: Annotated[int | None, typer.Option(help="Another depth than the model's.")] = None,
 ) -> None:
     """Compile what is wanted, of one model or all, and write rows."""
-    known = read_rows(out)
-    have = {(r["model"], r["chip"], r["gpus"], r["sliced"], r["layers"]) for r in known}
-    chosen = [
-        one
-        for one in WANTED
-        if model in (None, one[0]) and gpus in (None, one[2]) and chip in (None, one[1])
-        if (*one, layers or opt.SIZES[one[0]].layers) not in have
-    ]
-    with out.open("a", buffering=1) as file:
-        for one in track(chosen, description="compiling"):
-            print(json.dumps(measured(*one, layers)), file=file)
+    jobs: list[Job] = []
+    for one in WANTED:
+        labels: Row = dict(zip(("model", "chip", "gpus", "sliced"), one, strict=True))
+        asked = dict(model=model, chip=chip, gpus=gpus)
+        if all(value in (None, labels[name]) for name, value in asked.items()):
+            labels["layers"] = layers or opt.SIZES[one[0]].layers
+            jobs.append((labels, partial(measured, *one, layers)))
+    add_missing(out, jobs)
     table(out)
 
 

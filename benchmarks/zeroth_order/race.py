@@ -8,10 +8,8 @@ Four hosts of one device: a pair, twice (2D), against data parallelism that all-
 from __future__ import annotations
 
 import functools
-import json
-import time
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -22,6 +20,8 @@ from jax.sharding import PartitionSpec as P
 from rich.console import Console
 from rich.table import Table
 
+from benchmarks.frame import Out, add_rows, read_rows
+from benchmarks.lab.timing import slowest, turn
 from jaxoverlap.train import zeroth_order as zo
 
 HOSTS, LAYERS, ROWS = 4, 4, 32
@@ -33,12 +33,7 @@ RATES = (1000.0, 1.0)  # Mbit/s
 def host_main(host: Any, *, method: str, width: int, steps: int) -> dict[str, Any]:
     """Time steps of a method on one host; the programs live on between calls."""
     _start(host)
-    run = _runner(method, width)
-    run(1)
-    sent, began = host.sent_bytes(), time.perf_counter()
-    run(steps)
-    seconds = time.perf_counter() - began
-    return dict(seconds=seconds / steps, sent_bytes=(host.sent_bytes() - sent) / steps)
+    return turn(host, _runner(method, width), steps)
 
 
 @functools.cache
@@ -93,7 +88,7 @@ def _runner(method: str, width: int) -> Any:
 
 
 def main(
-    out: Annotated[Path, typer.Option(help="Add rows to this file.")],
+    out: Out,
     repeats: int = 3,
     rates: list[float] | None = None,
     widths: list[int] | None = None,
@@ -105,7 +100,6 @@ def main(
     with (
         Lab(Network(hosts=HOSTS, rate_mbit=1000.0), environment=environment) as lab,
         lab.processes() as processes,
-        out.open("a", buffering=1) as file,
     ):
         for rate in rates or RATES:
             for width in widths or WIDTHS:
@@ -129,16 +123,14 @@ def main(
                             steps=steps,
                         )
                         row = dict(rate_mbit=rate, width=width, method=method, repeat=repeat)
-                        row |= dict(seconds=max(t["seconds"] for t in taken))
-                        row |= dict(sent_bytes=max(t["sent_bytes"] for t in taken))
                         row |= dict(parameter_bytes=4 * LAYERS * width**2)
-                        print(json.dumps(row), file=file)
+                        add_rows(out, row | slowest(taken))
     table(out)
 
 
 def table(path: Path) -> None:
     """Print medians: seconds and bytes a host sends, a step."""
-    rows = [json.loads(line) for line in path.read_text().splitlines()]
+    rows = read_rows(path)
     sheet = Table("Mbit/s", "parameters", *(f"{m}: {w}" for m in METHODS for w in ("ms", "bytes")))
     for rate, width in sorted({(r["rate_mbit"], r["width"]) for r in rows}):
         cells = []

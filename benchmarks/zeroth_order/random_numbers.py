@@ -21,7 +21,7 @@ from jax.sharding import PartitionSpec as P
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.pod_step import read_rows
+from benchmarks.frame import read_rows
 from benchmarks.zeroth_order import opt, steps
 from jaxoverlap.hardware.pods import compiler_options
 from jaxoverlap.train.zeroth_order.directions import Draw, direction

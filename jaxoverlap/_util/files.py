@@ -1,12 +1,14 @@
-"""Files that are whole or not there, and JSON that says whether it is as it was written."""
+"""Files written atomically, JSON with a checksum, and the package's own files of data."""
 
 from __future__ import annotations
 
 import hashlib
 import os
 import secrets
+from collections.abc import Mapping
+from importlib import resources
 from pathlib import Path
-from typing import Any
+from typing import Any, get_type_hints
 
 import msgspec
 
@@ -101,3 +103,32 @@ def opened(kind: str, raw: bytes) -> bytes:
 
 def _checksum(content: bytes) -> str:
     return f"sha256:{hashlib.sha256(content).hexdigest()}"
+
+
+# -- the package's own data -----------------------------------------------------------------------
+
+
+def packaged(package: str, name: str) -> bytes:
+    """The contents of a file that comes with a package, such as "jaxoverlap.flags"."""
+    return resources.files(package).joinpath(name).read_bytes()
+
+
+def entries(package: str, name: str) -> dict[str, dict[str, Any]]:
+    """The tables of a package's TOML file; one that is `like` another adds to its fields."""
+    known: dict[str, dict[str, Any]] = {}
+    tables = msgspec.toml.decode(packaged(package, name), type=dict[str, dict[str, Any]])
+    for key, given in tables.items():
+        like = given.pop("like", None)
+        known[key] = {**(known[like] if like else {}), **given}
+    return known
+
+
+def converted[Kind](kind: type[Kind], fields: Mapping[str, Any]) -> Kind:
+    """An object of a dataclass, each field converted to its type.
+
+    Raises:
+        KeyError: for a field that the class has not.
+        msgspec.ValidationError: for a value of another type.
+    """
+    types = get_type_hints(kind)
+    return kind(**{name: msgspec.convert(value, types[name]) for name, value in fields.items()})

@@ -16,10 +16,10 @@ def source_hash() -> bytes:
 
 
 def hash_of(root: Path) -> bytes:
-    """A hash of every Python file under a folder, by its place there; links are followed."""
+    """A hash of every Python and TOML file under a folder, by its path; links are followed."""
     hasher = hashlib.sha256()
     folders = root.walk(follow_symlinks=True)
     files = (folder / name for folder, _, names in folders for name in names)
-    for path in sorted(file for file in files if file.suffix == ".py"):
+    for path in sorted(file for file in files if file.suffix in (".py", ".toml")):
         hasher.update(str(path.relative_to(root)).encode() + b"\0" + path.read_bytes())
     return hasher.digest()

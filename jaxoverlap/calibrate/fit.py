@@ -1,4 +1,4 @@
-"""Fit the small tables of the cost model to measured rows. Deterministic: no clock, one seed."""
+"""Fit the tables of the cost model to measured rows. Deterministic: no clock, one seed."""
 
 from __future__ import annotations
 
@@ -7,28 +7,19 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-import msgspec
 import numpy as np
 import scipy.sparse as sp
-from scipy.optimize import minimize
+from scipy.interpolate import NdBSpline
 from scipy.sparse.linalg import spsolve
 
-from jaxoverlap.cost import nccl
-from jaxoverlap.cost.collective_tables import Collectives, Permutes, Skew
+from jaxoverlap.cost.collective_tables import Collectives, Skew
 from jaxoverlap.cost.interpolation import Curve, FitError
-from jaxoverlap.cost.tables import AttentionTable, MatmulTable
+from jaxoverlap.cost.tables import MatmulTable
 
 SEED = 20
 HELD_BACK = 0.2  # of the rows: they say how good the fit is, and have no part in it
 
-# A finer table (11 x 9 x 9 knots) gained 0.3 to 0.6 points of mean error at 3.5 times the size. A
-# model of waves under this table, over six shapes of tiles, gained 0.8 on the A100, else nothing.
-M_KNOTS = (1, 16, 64, 256, 1024, 4096, 32768)
-NK_KNOTS = (32, 256, 1024, 2048, 4096, 16384, 65536)
 _SMOOTHNESS = 0.1  # weight of the table's second differences
-LENGTH_KNOTS = (64, 128, 512, 2048, 8192, 16384)
-HEADS_KNOTS = (1, 8, 32, 128, 512, 4096)
-HEAD_SIZE_KNOTS = (64, 128, 256)
 _SLICES = 50  # of time, that are tried
 _BEND = 0.02  # of log seconds: errors above it count by size, not by square
 
@@ -96,24 +87,20 @@ def fit_matmuls(
     held, knots = held_back(len(rows)), (m, nk, nk)
     unseen = rows[held]
     base = _base(rates, rows)
-    factor = _factor(base[~held], rows[~held], knots)
-    predicted = base[held] * np.exp(_hats(unseen, knots) @ factor)
+    fitted = fit_factor(base[~held], rows[~held], knots)
+    predicted = base[held] * np.exp(hats(unseen, knots) @ fitted)
     return MatmulTable(
-        launch_s=rates.launch_s,
-        flops_per_s=rates.flops_per_s,
-        bytes_per_s=rates.bytes_per_s,
-        element_bytes=rates.element_bytes,
-        result_bytes=rates.result_bytes,
+        **vars(rates),
         m=tuple(m),
         n=tuple(nk),
         k=tuple(nk),
-        log_factor=tuple(_factor(base, rows, knots).tolist()),
+        log_factor=tuple(fit_factor(base, rows, knots).tolist()),
         source=source,
         error=error(predicted, unseen.seconds),
     )
 
 
-def _factor(base: np.ndarray, rows: MatmulRows, knots: Sequence[Sequence[int]]) -> np.ndarray:
+def fit_factor(base: np.ndarray, rows: MatmulRows, knots: Sequence[Sequence[int]]) -> np.ndarray:
     """Fit the table of log factors over some seconds, flat.
 
     Least |predicted / measured - 1|, which is the error that is told, by reweighted least squares
@@ -121,7 +108,7 @@ def _factor(base: np.ndarray, rows: MatmulRows, knots: Sequence[Sequence[int]]) 
     disturbed measurements take too long. A penalty on the table's bends lets corners without rows
     follow their neighbours.
     """
-    matrix, bends = _hats(rows, knots), _bends(knots)
+    matrix, bends = hats(rows, knots), _bends(knots)
     wanted = np.log(rows.seconds / base)
     weights, factor = np.ones(len(rows)), np.zeros(math.prod(map(len, knots)))
     for _ in range(20):
@@ -141,9 +128,9 @@ def fit_rates(rows: MatmulRows, element_bytes: float, result_bytes: float) -> Ra
     launch_s = float(np.percentile(rows.seconds, 0.1))
     over_s = np.maximum(rows.seconds - launch_s, 1e-9)
     return Rates(
-        launch_s=_short(launch_s),
-        flops_per_s=_short(float(np.percentile(flops / over_s, 99))),
-        bytes_per_s=_short(_bytes_per_s(rows.m, moved, over_s)),
+        launch_s=short(launch_s),
+        flops_per_s=short(float(np.percentile(flops / over_s, 99))),
+        bytes_per_s=short(_bytes_per_s(rows.m, moved, over_s)),
         element_bytes=element_bytes,
         result_bytes=result_bytes,
     )
@@ -162,23 +149,15 @@ def _base(rates: Rates, rows: MatmulRows) -> np.ndarray:
     return rates.launch_s + 2.0 * m * n * k / rates.flops_per_s + moved / rates.bytes_per_s
 
 
-def _hats(rows: MatmulRows, knots: Sequence[Sequence[int]]) -> sp.csr_array:
+def hats(rows: MatmulRows, knots: Sequence[Sequence[int]]) -> sp.csr_array:
     """Return the weights of the knots around each row, as `MatmulTable.seconds` has them."""
-    shape, dims = [len(k) for k in knots], (rows.m, rows.n, rows.k)
-    places = [_places(d, k) for d, k in zip(dims, knots, strict=True)]
-    index, weight = [], []
-    for corner in itertools.product((0, 1), repeat=3):
-        pairs = list(zip(places, corner, strict=True))
-        index.append(np.ravel_multi_index([low + up for (low, _), up in pairs], shape))
-        weight.append(math.prod([f if up else 1 - f for (_, f), up in pairs]))
-    at = (np.tile(np.arange(len(rows)), 8), np.concatenate(index))
-    return sp.csr_array((np.concatenate(weight), at), shape=(len(rows), math.prod(shape)))
-
-
-def _places(x: np.ndarray, knots: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
-    at, grid = np.log(x), np.log(np.asarray(knots, float))
-    low = np.clip(np.searchsorted(grid, at, side="right") - 1, 0, len(grid) - 2)
-    return low, np.clip((at - grid[low]) / (grid[low + 1] - grid[low]), 0.0, 1.0)
+    grids = [np.log(np.asarray(grid, float)) for grid in knots]
+    dims = zip((rows.m, rows.n, rows.k), grids, strict=True)
+    points = np.column_stack([np.log(dim).clip(grid[0], grid[-1]) for dim, grid in dims])
+    splines = tuple(np.r_[grid[0], grid, grid[-1]] for grid in grids)
+    weights = NdBSpline.design_matrix(points, splines, 1)  # of degree one: linear between knots
+    weights.resize(len(rows), math.prod(map(len, knots)))  # it ends at the last knot that is used
+    return weights
 
 
 def _bends(knots: Sequence[Sequence[int]]) -> sp.csr_array:
@@ -194,44 +173,6 @@ def _bends(knots: Sequence[Sequence[int]]) -> sp.csr_array:
         ]
         bends.append(sp.kron(sp.kron(parts[0], parts[1]), parts[2]))
     return sp.csr_array(sp.vstack(bends))
-
-
-# -- attention ------------------------------------------------------------------------------------
-
-
-def fit_attention(
-    rows: MatmulRows, full: MatmulRows | None, bytes_per_s: float, source: str
-) -> AttentionTable:
-    """Fit kernels of attention, as matmuls are: four fifths of the rows for the error, then all.
-
-    Args:
-        rows: under a causal mask; m is the length, n the heads of all the batch, k their size.
-        full: the same without a mask, which only the second error is of.
-        bytes_per_s: the memory's rate.
-    """
-    held, knots = held_back(len(rows)), (LENGTH_KNOTS, HEADS_KNOTS, HEAD_SIZE_KNOTS)
-    flops = 2.0 * rows.n * rows.m**2 * rows.k
-    launch_s = _short(float(np.percentile(rows.seconds, 0.1)))
-    rate = _short(float(np.percentile(flops / np.maximum(rows.seconds - launch_s, 1e-9), 99)))
-    base = launch_s + flops / rate + 8.0 * rows.n * rows.m * rows.k / bytes_per_s
-    matrix = _hats(rows[held], knots)
-    predicted = base[held] * np.exp(matrix @ _factor(base[~held], rows[~held], knots))
-    fitted = AttentionTable(
-        launch_s=launch_s,
-        flops_per_s=rate,
-        bytes_per_s=bytes_per_s,
-        length=LENGTH_KNOTS,
-        heads=HEADS_KNOTS,
-        head_size=HEAD_SIZE_KNOTS,
-        log_factor=tuple(_factor(base, rows, knots).tolist()),
-        source=source,
-        error=error(predicted, rows.seconds[held]),
-    )
-    if full is None:
-        return fitted
-    dims = zip(full.m.tolist(), full.n.tolist(), full.k.tolist(), strict=True)
-    twice = np.array([fitted.seconds(*row, times=2.0) for row in dims])
-    return msgspec.structs.replace(fitted, error_full=error(twice, full.seconds))
 
 
 # -- collectives ----------------------------------------------------------------------------------
@@ -265,7 +206,7 @@ def _curves(rows: Iterable[CollectiveRow]) -> Curves:
     curves: Curves = {}
     for (kind, size), points in sorted(seen.items()):
         moved = sorted(points)
-        means = (_short(math.exp(sum(points[b]) / len(points[b]))) for b in moved)
+        means = (short(math.exp(sum(points[b]) / len(points[b]))) for b in moved)
         curves.setdefault(kind, {})[size] = Curve(tuple(moved), tuple(means))
     return curves
 
@@ -288,26 +229,6 @@ def _ends(rows: Iterable[CollectiveRow]) -> set[tuple[str, int, float]]:
     for row in rows:
         moved.setdefault((row.kind, row.size), []).append(row.bytes_moved)
     return {(*curve, end) for curve, sizes in moved.items() for end in (min(sizes), max(sizes))}
-
-
-def fit_permutes(rows: Sequence[CollectiveRow], source: str) -> Permutes:
-    """Fit latency, a channel's rate and the link's, by least absolute error of log seconds."""
-    moved = np.array([r.bytes_moved for r in rows])
-    seconds = np.array([r.seconds for r in rows])
-    channels = np.array([nccl.permute_rate(r.bytes_moved, _channels(r), 1.0) for r in rows])
-
-    def predicted(log_rates: np.ndarray) -> np.ndarray:
-        latency_s, channel, link = np.exp(log_rates)
-        return latency_s + moved / np.minimum(channels * channel, link)
-
-    def loss(log_rates: np.ndarray) -> float:
-        return float(np.abs(np.log(predicted(log_rates) / seconds)).mean())
-
-    link = float((moved / seconds).max())
-    start = np.log([seconds.min(), link / 20, link])
-    optimum = minimize(loss, start, method="Nelder-Mead", options={"xatol": 1e-5, "fatol": 1e-7})
-    latency_s, channel, link = (_short(x) for x in np.exp(optimum.x))
-    return Permutes(latency_s, channel, link, source, error(predicted(optimum.x), seconds))
 
 
 def fit_skew(
@@ -335,14 +256,10 @@ def fit_skew(
         return float(np.square(predicted_s - waited_s).sum())
 
     slice_s = min(np.geomspace(computed_s[0], computed_s[-1], _SLICES).tolist(), key=loss)
-    most = {size: _short(s) for size, s in zip(sizes, most_s(slice_s), strict=True)}
-    return Skew(_short(slice_s), most, source)
+    most = {size: short(s) for size, s in zip(sizes, most_s(slice_s), strict=True)}
+    return Skew(short(slice_s), most, source)
 
 
-def _channels(row: CollectiveRow) -> int:
-    return nccl.permute_channels(row.bytes_moved, row.size)
-
-
-def _short(x: float) -> float:
+def short(x: float) -> float:
     """Round to four digits, which is more than any measurement here has."""
     return float(f"{x:.4g}")

@@ -5,14 +5,12 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 
-import msgspec
+from msgspec.structs import replace
 
 from jaxoverlap.cost.model import CostModel
-from jaxoverlap.cost.tables import AttentionTable, ChipTables, MatmulTable, MemoryTable
+from jaxoverlap.cost.tables import ChipTables
 from jaxoverlap.plan.collectives import PERMUTE
 from jaxoverlap.profiling.profile import Profile
-
-_replace = msgspec.structs.replace
 
 
 def corrected(profile: Profile, cost: CostModel) -> ChipTables:
@@ -41,22 +39,9 @@ def corrected(profile: Profile, cost: CostModel) -> ChipTables:
             f"{profile.source} shows no kernel that was predicted: nothing to correct by. Profile "
             "a step with matmuls or collectives"
         )
-    return _replace(
-        tables,
+    return replace(
+        tables.scaled(used),
         chip=tables.chip if tables.here else cost.cluster.chip.name,
-        matmuls={d: _rates(table, used.get("matmul", 1.0)) for d, table in tables.matmuls.items()},
-        memory=_memory(tables.memory, used.get("memory", 1.0)),
-        attention=tables.attention and _rates(tables.attention, used.get("attention", 1.0)),
-        collectives=tables.collectives.scaled(used),
-        permutes=_replace(
-            tables.permutes,
-            latency_s=tables.permutes.latency_s * (times := used.get(PERMUTE, 1.0)),
-            channel_bytes_per_s=tables.permutes.channel_bytes_per_s / times,
-            bytes_per_s=tables.permutes.bytes_per_s / times,
-            curve=tables.permutes.curve and tables.permutes.curve.scaled(times),
-        ),
-        skew=tables.skew
-        and _replace(tables.skew, most_s={n: s * times for n, s in tables.skew.most_s.items()}),
         profiled=(str(cost.cluster), used),
     )
 
@@ -69,23 +54,3 @@ def _one_for_all(profile: Profile, tables: ChipTables) -> Mapping[str, float]:
         return {}
     measured_s = math.fsum(r.measured_s for r in seen)
     return dict.fromkeys(kinds, measured_s / math.fsum(r.predicted_s for r in seen))
-
-
-def _rates[Table: (MatmulTable, AttentionTable)](table: Table, times: float) -> Table:
-    return _replace(
-        table,
-        launch_s=table.launch_s * times,
-        flops_per_s=table.flops_per_s / times,
-        bytes_per_s=table.bytes_per_s / times,
-    )
-
-
-def _memory(memory: MemoryTable, times: float) -> MemoryTable:
-    return _replace(
-        memory,
-        launch_s=memory.launch_s * times,
-        bytes_per_s=memory.bytes_per_s / times,
-        curve=memory.curve and memory.curve.scaled(times),
-        transcendental_s=memory.transcendental_s * times,
-        transposed_s=memory.transposed_s * times,
-    )

@@ -27,7 +27,6 @@ from jax.experimental import multihost_utils
 from jax.sharding import Mesh, PartitionSpec
 
 from jaxoverlap.calibrate import fit, step_factors
-from jaxoverlap.calibrate.collectives import COLLECTIVES, Body, permute, reduce
 from jaxoverlap.cost.collective_tables import Permutes, Skew
 from jaxoverlap.cost.interpolation import Curve
 from jaxoverlap.cost.tables import ChipTables, Here, InAStep, MemoryTable
@@ -50,6 +49,7 @@ _NAMES = {"f32": jnp.float32, "bf16": jnp.bfloat16}
 _SOURCE = "python -m jaxoverlap.calibrate --here"
 
 Shapes = tuple[tuple[int, ...], ...]
+Body = Callable[..., tuple[jax.Array, ...]]
 Clock = Callable[[], float]  # seconds of one run of what is measured
 
 
@@ -280,6 +280,46 @@ _KERNELS: dict[str, Callable[[jax.Array, jax.Array], jax.Array]] = {
 def _sets(num_bytes: int) -> int:
     """Return the number of sets of arrays that take turns, each of so many bytes."""
     return min(math.ceil(_FOOTPRINT_BYTES / num_bytes), _MOST_SETS)
+
+
+# -- collectives: each body takes and gives what it carries ---------------------------------------
+
+
+def permute(x: jax.Array) -> tuple[jax.Array, ...]:
+    """Send all to the next device."""
+    size = lax.axis_size("x")
+    return (lax.ppermute(x, "x", [(i, (i + 1) % size) for i in range(size)]),)
+
+
+def gather(x: jax.Array, before: jax.Array) -> tuple[jax.Array, ...]:
+    """Gather an array that waits for the last gather's."""
+    whole = lax.all_gather(x, "x", tiled=True)
+    return x.at[0].set(before[0]), whole
+
+
+def scatter(x: jax.Array, before: jax.Array) -> tuple[jax.Array, ...]:
+    """Scatter the sum of an array that waits for the last one's."""
+    return x.at[0].set(before[0]), lax.psum_scatter(x, "x", tiled=True)
+
+
+def reduce(x: jax.Array) -> tuple[jax.Array, ...]:
+    """Take the mean over devices."""
+    return (lax.psum(x, "x") / lax.axis_size("x"),)
+
+
+def exchange(x: jax.Array) -> tuple[jax.Array, ...]:
+    """Exchange equal parts."""
+    return (lax.all_to_all(x, "x", 0, 0, tiled=True),)
+
+
+# Each has its body, the lengths of the arrays that it carries, and its passes over the bytes.
+COLLECTIVES: dict[str, tuple[Body, Callable[[int, int], tuple[int, ...]], int]] = {
+    "all-gather": (gather, lambda count, n: (count // n, count), 1),
+    "reduce-scatter": (scatter, lambda count, n: (count, count // n), 1),
+    "all-reduce": (reduce, lambda count, n: (count,), 2),
+    "all-to-all": (exchange, lambda count, n: (count,), 1),
+    PERMUTE: (permute, lambda count, n: (count,), 1),
+}
 
 
 # -- what is found --------------------------------------------------------------------------------

@@ -20,6 +20,7 @@ from jaxoverlap.parallelism.configuration import Configuration
 from jaxoverlap.parallelism.configure import Configurations
 from jaxoverlap.parallelism.model import Transformer
 from jaxoverlap.parallelism.search import Scored
+from jaxoverlap.step.stages import Compiled
 
 _PLAIN = {"granularity": "plain", "halves": None, "layouts": None}  # what overlap() leaves out
 
@@ -96,7 +97,11 @@ def simulate_one(
     step, args = build(model, configuration, order, global_batch, pod)
     plain: Any = {} if configuration.overlap else _PLAIN
     overlapped: Any = overlap(step, cluster=pod, **plain)
-    compiled = overlapped.lower(*args).compile()
+    return simulated_costs(overlapped.lower(*args).compile(), pod)
+
+
+def simulated_costs(compiled: Compiled, pod: str) -> tuple[float, float]:
+    """Return a compiled step's simulated seconds, and peak bytes by XLA's memory analysis."""
     memory = compiled.memory_analysis()
     assert memory is not None
     return compiled.simulate(pod).step_s, peak_bytes(memory)

@@ -9,15 +9,18 @@ from typing import Any
 
 import jax
 
-from jaxoverlap._jax.jobs import peak_bytes
-from jaxoverlap._util.text import table
+from jaxoverlap._util.text import first_line, table
+from jaxoverlap.cli.configure_model import simulated_costs
 from jaxoverlap.cli.shell.output import working
 from jaxoverlap.cli.shell.target import Target, target
 from jaxoverlap.cost.find import cost_model
 from jaxoverlap.hardware.cluster import parse_cluster
+from jaxoverlap.parallelism.search import factorizations
 from jaxoverlap.passes.analysis.partitioned import partitioned
 from jaxoverlap.passes.estimation.estimate import estimate
 from jaxoverlap.passes.layouts.memory import estimated_peak_bytes
+
+_MOST_SHOWN = 1000  # characters of an error
 
 
 @dataclass(frozen=True)
@@ -58,7 +61,7 @@ def rank(step: str, pod: str, names: list[str], *, compiled: int) -> list[Ranked
     cluster = parse_cluster(pod)
     meshes = [
         Ranked(dict(zip(names, sizes, strict=True)), math.inf, math.inf)
-        for sizes in _sizes(cluster.num_devices, len(names))
+        for sizes in factorizations(cluster.num_devices, len(names))
     ]
     ranked = list(_evaluated("estimating", _estimated, step, pod, meshes))
     ranked.sort(key=lambda one: one.estimated_s)
@@ -88,16 +91,6 @@ def _check(names: list[str]) -> None:
         )
 
 
-def _sizes(product: int, parts: int) -> Iterator[tuple[int, ...]]:
-    if parts == 1:
-        yield (product,)
-        return
-    for first in range(1, product + 1):
-        if product % first == 0:
-            for others in _sizes(product // first, parts - 1):
-                yield (first, *others)
-
-
 def _built(step: str, pod: str, axes: dict[str, int]) -> Target:
     return target(step, pod, ",".join(f"{name}={size}" for name, size in axes.items()))
 
@@ -116,13 +109,9 @@ def _recorded(one: Ranked, evaluate: Callable[..., Ranked], *arguments: Any) -> 
         return evaluate(*arguments)
     except Exception as error:
         kind = "" if isinstance(error, ValueError) else f"{type(error).__name__}: "
-        reason = f"{kind}{error}".strip() or type(error).__name__
-        reason = reason.splitlines()[0]
-        return (
-            replace(one, failed=reason)
-            if one.estimated_s < math.inf
-            else replace(one, refused=reason)
-        )
+        reason = kind + first_line(error, _MOST_SHOWN)
+        field = "failed" if one.estimated_s < math.inf else "refused"
+        return replace(one, **{field: reason})
 
 
 def _estimated(step: str, pod: str, one: Ranked) -> Ranked:
@@ -142,10 +131,8 @@ def _estimated(step: str, pod: str, one: Ranked) -> Ranked:
 
 def _compiled(step: str, pod: str, one: Ranked) -> Ranked:
     compiled = _built(step, pod, one.axes).compile()
-    memory = compiled.memory_analysis()
-    assert memory is not None
-    seconds = compiled.simulate(pod).step_s
-    return replace(one, simulated_s=seconds, simulated_bytes=peak_bytes(memory))
+    seconds, num_bytes = simulated_costs(compiled, pod)
+    return replace(one, simulated_s=seconds, simulated_bytes=num_bytes)
 
 
 def shown(ranked: list[Ranked], pod: str) -> str:

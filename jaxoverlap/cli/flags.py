@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING, Annotated
 import msgspec
 import typer
 
+from jaxoverlap.cli.forms import ENVIRONMENT_HELP, written
 from jaxoverlap.cli.shell.errors import NO, OK
 from jaxoverlap.cli.shell.options import Json
 from jaxoverlap.cli.shell.output import command, say, show_json, show_table, working
-from jaxoverlap.hardware.cluster import parse_cluster
 
 if TYPE_CHECKING:
     from jaxoverlap.flags import Conflict, Finding, Preset
@@ -53,8 +53,7 @@ def flags(
         typer.Option(
             "--as",
             help="options: JSON, which is a Python dict too, for jax.jit(compiler_options=). "
-            "xla-flags: a line for XLA_FLAGS. env: a file for a shell to source. slurm: an sbatch "
-            "script. k8s: the `env:` of a container. dockerfile: ENV lines of an image.",
+            f"xla-flags: a line for XLA_FLAGS. {ENVIRONMENT_HELP}",
         ),
     ] = None,
     check_: Annotated[
@@ -91,10 +90,8 @@ def _print(chosen_preset: Preset, pod: str, form: PresetForm | None, json: bool)
     elif form is PresetForm.OPTIONS:
         show_json(chosen_preset.options)
     elif form is not None:
-        from jaxoverlap.flags.forms import Environment, written
-
-        cluster = parse_cluster(pod) if ":" in pod else None
-        say(written(chosen_preset.environment, Environment(form.value), cluster).rstrip("\n"))
+        cluster = pod if ":" in pod else None
+        say(written(chosen_preset.environment, form, cluster).rstrip("\n"))
     elif json:
         show_json({**msgspec.to_builtins(chosen_preset), "xla_flags": chosen_preset.xla_flags})
     else:
@@ -116,7 +113,7 @@ def _tables(chosen_preset: Preset) -> None:
         ]
         show_table(title, ("name", "value", "why", "source"), rows)
     _conflicts(chosen_preset.conflicts, cite)
-    from jaxoverlap.flags.sources import dated
+    from jaxoverlap.flags.presets import dated
 
     for source, number in sources.items():
         say(f" {number:2}  {dated(source)}")

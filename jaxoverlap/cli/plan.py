@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shlex
 from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -10,10 +9,10 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from jaxoverlap._util.text import human_bytes, table_width
+from jaxoverlap.cli.forms import ENVIRONMENT_HELP, exports, written, xla_flags
 from jaxoverlap.cli.shell.errors import NO, OK
 from jaxoverlap.cli.shell.options import Json
 from jaxoverlap.cli.shell.output import command, say, show_json, show_table
-from jaxoverlap.hardware.cluster import parse_cluster
 
 if TYPE_CHECKING:
     from jaxoverlap.plan.channel_row import ChannelRow
@@ -49,10 +48,9 @@ def show(
         PlanForm | None,
         typer.Option(
             "--as",
-            help="options: XLA's, as JSON. xla-flags: these as a line for XLA_FLAGS. env: NCCL's "
-            "variables, as a file for a shell to source. slurm: these and XLA_FLAGS in an sbatch "
-            "script. k8s: the `env:` of a container. dockerfile: ENV lines of an image. csv: the "
-            "channels, as a file for NCCL's example tuner plugin.",
+            help="options: XLA's, as JSON. xla-flags: these as a line for XLA_FLAGS. csv: the "
+            "channels, as a file for NCCL's example tuner plugin. Others: NCCL's variables, and "
+            f"XLA_FLAGS too but for env. {ENVIRONMENT_HELP}",
         ),
     ] = None,
     json: Json = False,
@@ -64,7 +62,7 @@ def show(
     if form is PlanForm.OPTIONS:
         show_json(saved_plan.xla_options)
     elif form is PlanForm.XLA_FLAGS:
-        say(_xla_flags(saved_plan))
+        say(xla_flags(saved_plan.xla_options))
     elif form is PlanForm.ENV:
         say(_env(saved_plan, file))
     elif form is PlanForm.CSV:
@@ -105,41 +103,28 @@ def _text(value: object) -> str:
 
 def _environment(saved_plan: Plan, form: PlanForm) -> str:
     """Write XLA_FLAGS and NCCL's variables for a cluster's software, or an image's."""
-    from jaxoverlap.flags.forms import Environment, written
+    values = _nccl_variables(saved_plan)
+    if flags := xla_flags(saved_plan.xla_options):
+        values = {"XLA_FLAGS": flags, **values}
+    return written(values, form, saved_plan.made_for and saved_plan.made_for.cluster)
+
+
+def _nccl_variables(saved_plan: Plan) -> dict[str, str]:
     from jaxoverlap.flags.nccl_tuner import variables
 
-    values = {**saved_plan.nccl.env, **variables(saved_plan.nccl.channels)}
-    if flags := _xla_flags(saved_plan):
-        values = {"XLA_FLAGS": flags, **values}
-    cluster = saved_plan.made_for and saved_plan.made_for.cluster
-    return written(values, Environment(form.value), parse_cluster(cluster) if cluster else None)
-
-
-def _xla_flags(saved_plan: Plan) -> str:
-    from jaxoverlap.flags import FLAGS
-
-    return " ".join(
-        f"--{name}={FLAGS[name].in_xla_flags(value) if name in FLAGS else value}"
-        for name, value in saved_plan.xla_options.items()
-    )
+    return {**saved_plan.nccl.env, **variables(saved_plan.nccl.channels)}
 
 
 def _env(saved_plan: Plan, file: Path) -> str:
     """Write NCCL's variables; where channels need a tuner plugin, a comment says how to load it."""
-    from jaxoverlap.flags.nccl_tuner import variables
-
-    rows = saved_plan.nccl.channels
-    lines = [
-        f"export {name}={shlex.quote(value)}"
-        for name, value in {**saved_plan.nccl.env, **variables(rows)}.items()
-    ]
-    if rows:
-        lines += [
-            f"# jaxoverlap plan show {file} --as csv > tuner.csv",
-            "# export NCCL_TUNER_CONFIG_FILE=$PWD/tuner.csv",
-            "# export NCCL_TUNER_PLUGIN=/path/to/libnccl-tuner-example.so",
-        ]
-    return "\n".join(lines or ["# NCCL has no settings in this plan"])
+    lines = exports(_nccl_variables(saved_plan))
+    if saved_plan.nccl.channels:
+        lines += (
+            f"# jaxoverlap plan show {file} --as csv > tuner.csv\n"
+            "# export NCCL_TUNER_CONFIG_FILE=$PWD/tuner.csv\n"
+            "# export NCCL_TUNER_PLUGIN=/path/to/libnccl-tuner-example.so\n"
+        )
+    return (lines or "# NCCL has no settings in this plan").rstrip("\n")
 
 
 def _csv(saved_plan: Plan, file: Path) -> str:

@@ -9,8 +9,16 @@ import msgspec
 import typer
 
 from jaxoverlap.cli.shell.errors import NO, OK
-from jaxoverlap.cli.shell.options import Json, Processes, with_processes
-from jaxoverlap.cli.shell.output import command, say, show_json, working
+from jaxoverlap.cli.shell.options import (
+    Html,
+    Json,
+    Perfetto,
+    Processes,
+    Svg,
+    check_folders,
+    with_processes,
+)
+from jaxoverlap.cli.shell.output import command, say, show_json, working, write_pictures
 
 if TYPE_CHECKING:
     from jaxoverlap.cost.model import CostModel
@@ -48,18 +56,16 @@ def profile(
     verbose: Annotated[
         bool, typer.Option("--verbose", help="List each collective, by start.")
     ] = False,
-    html: Annotated[Path | None, typer.Option(help="Write a page to zoom into.")] = None,
-    svg: Annotated[Path | None, typer.Option(help="Write a picture.")] = None,
-    perfetto: Annotated[Path | None, typer.Option(help="Write a trace for Perfetto.")] = None,
+    html: Html = None,
+    svg: Svg = None,
+    perfetto: Perfetto = None,
     json: Json = False,
 ) -> int:
     """Read a profile of JAX or PyTorch: how much of a step's communication was hidden.
 
     Exit code 1 if a smaller share of the communication time than --at-least was.
     """
-    for out in (html, svg, perfetto):
-        if out is not None and not out.parent.is_dir():
-            raise ValueError(f"{out}: there is no folder {out.parent}; make it first")
+    check_folders(html, svg, perfetto)
     if hlo is not None and not hlo.is_file():
         raise ValueError(f"--hlo {hlo}: there is no such file")
     if not path.exists():
@@ -70,12 +76,7 @@ def profile(
 
         cluster = _cluster(pod, processes, prices)
         found = read(path, cluster, compiled=hlo and hlo.read_text(), module=module)
-    if html:
-        found.to_html(html)
-    if svg:
-        found.to_svg(svg)
-    if perfetto:
-        found.to_perfetto(perfetto)
+    write_pictures(found, html, svg, perfetto)
     if json:
         show_json(_facts(found))
     else:

@@ -2,15 +2,25 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import msgspec
 import typer
 
 from jaxoverlap.cli.shell.errors import NO, OK
-from jaxoverlap.cli.shell.options import Axes, Json, Pod, Processes, Step, checked
-from jaxoverlap.cli.shell.output import command, say, show_json, working
+from jaxoverlap.cli.shell.options import (
+    Axes,
+    Html,
+    Json,
+    Perfetto,
+    Pod,
+    Processes,
+    Step,
+    Svg,
+    check_folders,
+    checked,
+)
+from jaxoverlap.cli.shell.output import command, say, show_json, working, write_pictures
 
 if TYPE_CHECKING:
     from jaxoverlap.cli.shell.target import Target
@@ -135,9 +145,9 @@ def simulate(
     processes: Processes = None,
     plain: _Plain = False,
     keep_rings: _KeepRings = False,
-    html: Annotated[Path | None, typer.Option(help="Write a page to zoom into.")] = None,
-    svg: Annotated[Path | None, typer.Option(help="Write a picture.")] = None,
-    perfetto: Annotated[Path | None, typer.Option(help="Write a trace for Perfetto.")] = None,
+    html: Html = None,
+    svg: Svg = None,
+    perfetto: Perfetto = None,
     at_least: _AtLeast = 0.0,
     json: Json = False,
 ) -> int:
@@ -145,9 +155,7 @@ def simulate(
 
     Exit code 1 if a smaller share of the communication time than --at-least is hidden.
     """
-    for path in (html, svg, perfetto):
-        if path is not None and not path.parent.is_dir():
-            raise ValueError(f"{path}: there is no folder {path.parent}; make it first")
+    check_folders(html, svg, perfetto)
     pod = checked(step, pod, axes, processes)
     built = _built(step, pod, axes)
     with working(f"compiling {step} for {pod}, overlapped"):
@@ -158,12 +166,7 @@ def simulate(
         with working(f"compiling {step} for {pod} as it is"):
             steps["plain"] = simulated(built.compile_plain(), pod)
     overlapped, other = steps["overlapped"], steps.get("plain")
-    if html:
-        overlapped.to_html(html, plain=other)
-    if svg:
-        overlapped.to_svg(svg, plain=other)
-    if perfetto:
-        overlapped.to_perfetto(perfetto)
+    write_pictures(overlapped, html, svg, perfetto, plain=other)
     if json:
         show_json({name: _seconds(s) for name, s in steps.items()})
     else:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import msgspec
+from msgspec.structs import replace
 
 from jaxoverlap.cost.tables import ChipTables, Here, InAStep
 from jaxoverlap.hardware.cluster import Chip, Cluster, Link, chips
+from jaxoverlap.plan.collectives import PERMUTE
 
 
 def with_memory_of(chip: Chip, tables: ChipTables) -> ChipTables:
@@ -15,11 +16,11 @@ def with_memory_of(chip: Chip, tables: ChipTables) -> ChipTables:
     if faster == 1:
         return tables
     scaled = {
-        dtype: msgspec.structs.replace(table, bytes_per_s=table.bytes_per_s * faster)
+        dtype: replace(table, bytes_per_s=table.bytes_per_s * faster)
         for dtype, table in tables.matmuls.items()
     }
-    memory = msgspec.structs.replace(tables.memory, bytes_per_s=tables.memory.bytes_per_s * faster)
-    return msgspec.structs.replace(tables, matmuls=scaled, memory=memory)
+    memory = replace(tables.memory, bytes_per_s=tables.memory.bytes_per_s * faster)
+    return replace(tables, matmuls=scaled, memory=memory)
 
 
 # How many times longer the operations of bf16 matmuls take in a step than in the loops that the
@@ -47,50 +48,23 @@ def with_steps_matmuls(chip: Chip, tables: ChipTables) -> ChipTables:
     """Return the tables with matmuls as slow as published steps of a chip show them."""
     bf16 = tables.matmuls["bf16"]
     flops_per_s = bf16.flops_per_s / _MATMULS_IN_A_STEP.get(chip.name, 1.0)
-    matmuls = {"bf16": msgspec.structs.replace(bf16, flops_per_s=flops_per_s)}
+    matmuls = {"bf16": replace(bf16, flops_per_s=flops_per_s)}
     if "fp8" in tables.matmuls:
         narrow = _NARROW_ON_BLACKWELL if chip.compute_capability >= (10, 0) else _NARROW
         matmuls |= {
-            dtype: msgspec.structs.replace(bf16, flops_per_s=rate * flops_per_s, element_bytes=size)
+            dtype: replace(bf16, flops_per_s=rate * flops_per_s, element_bytes=size)
             for dtype, (rate, size) in narrow.items()
         }
-    return msgspec.structs.replace(tables, matmuls=matmuls)
+    return replace(tables, matmuls=matmuls)
 
 
 def in_a_step(tables: ChipTables, times: InAStep) -> ChipTables:
-    """Tables of loops, with all times as in a step."""
-    memory, permutes, skew = tables.memory, tables.permutes, tables.skew
-    assert tables.here and memory.curve and permutes.curve and skew
-    waits = times.collectives
-    change = msgspec.structs.replace
-    return change(
-        tables,
-        matmuls={
-            dtype: change(
-                table,
-                launch_s=table.launch_s * times.matmuls,
-                flops_per_s=table.flops_per_s / times.matmuls,
-                bytes_per_s=table.bytes_per_s / times.matmuls,
-            )
-            for dtype, table in tables.matmuls.items()
-        },
-        memory=change(
-            memory,
-            launch_s=memory.launch_s * times.memory,
-            bytes_per_s=memory.bytes_per_s / times.memory,
-            curve=memory.curve.scaled(times.memory),
-            transcendental_s=memory.transcendental_s * times.memory,
-        ),
-        collectives=tables.collectives.scaled(dict.fromkeys(tables.collectives.curves, waits)),
-        permutes=change(
-            permutes,
-            latency_s=permutes.latency_s * waits,
-            bytes_per_s=permutes.bytes_per_s / waits,
-            curve=permutes.curve.scaled(waits),
-        ),
-        skew=change(skew, most_s={size: s * waits for size, s in skew.most_s.items()}),
-        here=change(tables.here, in_a_step=times),
-    )
+    """Tables of loops, with all times as in a step; transposes are timed as a step has them."""
+    assert tables.here
+    collectives = dict.fromkeys((PERMUTE, *tables.collectives.curves), times.collectives)
+    scaled = tables.scaled({"matmul": times.matmuls, "memory": times.memory, **collectives})
+    memory = replace(scaled.memory, transposed_s=tables.memory.transposed_s)
+    return replace(scaled, memory=memory, here=replace(tables.here, in_a_step=times))
 
 
 def cluster_here(tables: ChipTables, here: Here) -> Cluster:

@@ -98,6 +98,17 @@ class Permutes(msgspec.Struct, frozen=True):
     error: FitError | None
     curve: Curve | None = None
 
+    def scaled(self, times: float) -> Permutes:
+        """Return the table of permutes that take so many times longer."""
+        return Permutes(
+            self.latency_s * times,
+            self.channel_bytes_per_s / times,
+            self.bytes_per_s / times,
+            self.source,
+            self.error,
+            self.curve and self.curve.scaled(times),
+        )
+
 
 class Skew(msgspec.Struct, frozen=True):
     """Seconds that a collective waits for the last device, where devices share cores.
@@ -116,6 +127,10 @@ class Skew(msgspec.Struct, frozen=True):
     slice_s: float
     most_s: dict[int, float]
     source: str
+
+    def scaled(self, times: float) -> Skew:
+        """Return waits that are so many times longer, with the same slice of time."""
+        return Skew(self.slice_s, {n: s * times for n, s in self.most_s.items()}, self.source)
 
     def seconds(self, compute_s: float, size: int) -> float:
         """Return the wait; sizes not measured take that of the next larger one, or the largest."""

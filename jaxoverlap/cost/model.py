@@ -16,8 +16,8 @@ import functools
 import math
 from dataclasses import dataclass, replace
 
-from jaxoverlap.cost import contention, nccl
-from jaxoverlap.cost.groups import ALONE, Group, Sent, Share
+from jaxoverlap.cost import nccl
+from jaxoverlap.cost.groups import ALONE, Group, Sent, Share, compute_factor
 from jaxoverlap.cost.kernels import KernelWork
 from jaxoverlap.cost.nccl import Channels
 from jaxoverlap.cost.tables import ChipTables, MatmulTable
@@ -75,7 +75,7 @@ class CostModel:
 
         Alone: the table. Beside a collective the time over the launch grows by the ratio of waves,
         ceil(tiles / SMs left) / ceil(tiles / SMs), and by the collective's share of the memory
-        (`contention.compute_factor`); it is no shorter than the matmul's bytes take at the memory
+        (`compute_factor`); it is no shorter than the matmul's bytes take at the memory
         bandwidth that is left.
 
         Args:
@@ -92,7 +92,7 @@ class CostModel:
         if beside != ALONE:
             memory_s = table.bytes_touched(m, n, k, batch) * times / self._memory_left(beside)
             waves = self._more_waves(m, n, batch, beside)
-            slower = contention.compute_factor(waves, beside, self.cluster.chip)
+            slower = compute_factor(waves, beside, self.cluster.chip)
             over_launch_s = max(over_launch_s * slower, memory_s)
         return table.launch_s + over_launch_s
 
@@ -138,7 +138,7 @@ class CostModel:
             return seconds
         moved = 4.0 * heads * (queries + keys) * head_size
         waves = self._waves_ratio(heads * math.ceil(queries / 128), beside)
-        slower = contention.compute_factor(waves, beside, self.cluster.chip)
+        slower = compute_factor(waves, beside, self.cluster.chip)
         over_launch_s = max(seconds - table.launch_s, 0.0) * slower
         return table.launch_s + max(over_launch_s, moved / self._memory_left(beside))
 

@@ -9,18 +9,44 @@ from __future__ import annotations
 
 import functools
 import os
+from collections.abc import Mapping
 from importlib import resources
 from pathlib import Path
+from typing import Self
 
 import msgspec
+from msgspec.structs import replace
 
 from jaxoverlap.cost.collective_tables import Collectives, Permutes, Skew
 from jaxoverlap.cost.interpolation import Curve, FitError, factor
+from jaxoverlap.plan.collectives import PERMUTE
 
 FORMAT = 2
 
 
-class MatmulTable(msgspec.Struct, frozen=True):
+class _Rates(msgspec.Struct, frozen=True):
+    """A kernel's time before its factor: launch + flops / peak + bytes / rate.
+
+    Attributes:
+        launch_s: seconds of a kernel with nothing to do.
+        flops_per_s, bytes_per_s: the rates; a multiply-add is two.
+    """
+
+    launch_s: float
+    flops_per_s: float
+    bytes_per_s: float
+
+    def scaled(self, times: float) -> Self:
+        """Return the table of kernels that take so many times longer."""
+        return replace(
+            self,
+            launch_s=self.launch_s * times,
+            flops_per_s=self.flops_per_s / times,
+            bytes_per_s=self.bytes_per_s / times,
+        )
+
+
+class MatmulTable(_Rates, frozen=True):
     """Seconds of [m, k] x [k, n] of one dtype: (launch + flops / peak + bytes / rate) * factor.
 
     The factor is exp of a table over (m, n, k), linear in their logarithms between the knots and
@@ -28,8 +54,6 @@ class MatmulTable(msgspec.Struct, frozen=True):
     short contractions, throttling, the choice of kernels.
 
     Attributes:
-        launch_s: seconds of a kernel with nothing to do.
-        flops_per_s, bytes_per_s: the rates; a multiply-add is two.
         element_bytes: bytes of an operand's element.
         result_bytes: bytes of a result's element.
         m, n, k: the knots, rising.
@@ -38,9 +62,6 @@ class MatmulTable(msgspec.Struct, frozen=True):
         error: the fit's error on the rows held back.
     """
 
-    launch_s: float
-    flops_per_s: float
-    bytes_per_s: float
     element_bytes: float
     result_bytes: float
     m: tuple[int, ...]
@@ -64,7 +85,7 @@ class MatmulTable(msgspec.Struct, frozen=True):
         return base * factor((self.m, self.n, self.k), self.log_factor, (m * batch, n, k))
 
 
-class AttentionTable(msgspec.Struct, frozen=True):
+class AttentionTable(_Rates, frozen=True):
     """Seconds of one kernel of attention under a causal mask, forward, of one dtype.
 
     (launch + flops / peak + bytes / rate) * factor, the factor as `MatmulTable` has it, over the
@@ -72,7 +93,6 @@ class AttentionTable(msgspec.Struct, frozen=True):
     the mask takes half: 2 * heads * length^2 * size operations.
 
     Attributes:
-        launch_s, flops_per_s, bytes_per_s: as those of `MatmulTable`.
         length, heads, head_size: the knots, rising.
         log_factor: the table, length slowest and head_size fastest.
         source: where the rows come from.
@@ -81,9 +101,6 @@ class AttentionTable(msgspec.Struct, frozen=True):
             are none.
     """
 
-    launch_s: float
-    flops_per_s: float
-    bytes_per_s: float
     length: tuple[int, ...]
     heads: tuple[int, ...]
     head_size: tuple[int, ...]
@@ -128,6 +145,17 @@ class MemoryTable(msgspec.Struct, frozen=True):
     transcendental_s: float = 0.0
     transposed_s: float = 0.0
 
+    def scaled(self, times: float) -> MemoryTable:
+        """Return the table of kernels that take so many times longer."""
+        return MemoryTable(
+            self.launch_s * times,
+            self.bytes_per_s / times,
+            self.source,
+            self.curve and self.curve.scaled(times),
+            self.transcendental_s * times,
+            self.transposed_s * times,
+        )
+
 
 class ChipTables(msgspec.Struct, frozen=True, kw_only=True):
     """All tables that were measured on one kind of device.
@@ -162,6 +190,26 @@ class ChipTables(msgspec.Struct, frozen=True, kw_only=True):
     here: Here | None = None
     profiled: tuple[str, dict[str, float]] = ("", {})
     format: int = FORMAT
+
+    def scaled(self, times: Mapping[str, float]) -> ChipTables:
+        """Return the tables, each class of kernels so many times longer; others as they are.
+
+        Args:
+            times: factors of "matmul", "attention", "memory", PERMUTE and kinds of collectives. The
+                wait for the last device is scaled as permutes are.
+        """
+        permutes = times.get(PERMUTE, 1.0)
+        return replace(
+            self,
+            matmuls={
+                d: table.scaled(times.get("matmul", 1.0)) for d, table in self.matmuls.items()
+            },
+            memory=self.memory.scaled(times.get("memory", 1.0)),
+            attention=self.attention and self.attention.scaled(times.get("attention", 1.0)),
+            collectives=self.collectives.scaled(times),
+            permutes=self.permutes.scaled(permutes),
+            skew=self.skew and self.skew.scaled(permutes),
+        )
 
 
 class Here(msgspec.Struct, frozen=True):

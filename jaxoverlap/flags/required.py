@@ -1,134 +1,48 @@
-"""XLA options that overlapped steps need on GPUs, each with its reason."""
+"""XLA options that overlapped steps need on GPUs; required.toml has each with its reason."""
 
 from __future__ import annotations
 
 import os
 
 import jax
+import msgspec
 from jax.sharding import Mesh
 
 from jaxoverlap._jax import jits
 from jaxoverlap._jax.partitioner import CPU_SUMS_APART, many_processes_of_cpus
 from jaxoverlap.flags.graphs import without_collectives
 from jaxoverlap.flags.setting import Setting
+from jaxoverlap.flags.xla import read
 from jaxoverlap.hardware import pods
 from jaxoverlap.hardware.cluster import Cluster
 
-_TRIED = "tried on jax 0.11.2 and 0.12.0, on four GPT layers compiled for h100-sxm pods"
-
-
-def _ring(name: str, value: str, reason: str) -> Setting:
-    return Setting(name, value, reason, _TRIED)
-
-
 BY_COPY = "xla_gpu_collective_permute_mode"
 _MOST_GATHERED = "xla_gpu_all_gather_combine_threshold_bytes"
-_MOST_SCATTERED = "xla_gpu_reduce_scatter_combine_threshold_bytes"
-_PIPELINED_SCATTERS = "xla_gpu_pipeline_reduce_scatter"
-_APART = (
-    _ring(
-        "xla_gpu_enable_latency_hiding_scheduler",
-        "True",
-        "XLA turns its overlapping scheduler on by itself from Hopper on; on an A100 the hops of a "
-        "reduce-scatter ring were seen synchronous without it",
-    ),
-    _ring(
-        "xla_gpu_experimental_parallel_collective_overlap_limit",
-        "8",
-        "XLA keeps one collective in flight at a time: a gather of the next weights then takes the "
-        "last matmul of a ring, and that ring's hop is exposed",
-    ),
-    _ring(
-        _MOST_GATHERED,
-        "1",
-        "a combined gather waits for the last of its arrays, and is not hidden",
-    ),
-    _ring(
-        _MOST_SCATTERED,
-        "1",
-        "a combined scatter waits for the last of its arrays, and is not hidden",
-    ),
-    _ring(
-        _PIPELINED_SCATTERS,
-        "COLLECTIVE_PIPELINING_MODE_OFF",
-        "XLA would peel a layer of the backward pass, with its buffers, out of its loop to move a "
-        "reduce-scatter into the next iteration; a ring's follows it, with matmuls still to come",
-    ),
-)
-_PERMUTES = (
-    _ring(
-        BY_COPY,
-        "COLLECTIVES_PEER_MEMORY",
-        "permutes between the GPUs of one process are copies by their copy engines, at the link's "
-        "rate and with no SMs. NCCL gives a permute its 32 channels over the communicator's "
-        "devices, four of 18 GB/s on a host of eight: rings would lose against its gathers. "
-        "Between processes they stay NCCL's; with one process a GPU it is left out",
-    ),
-    _ring(
-        "xla_gpu_collective_permute_connected_components",
-        "True",
-        "a communicator for each ring, and not one for all devices: only then can it be within one "
-        "process, and otherwise NCCL shares its channels between fewer devices",
-    ),
-)
-RINGS = (
-    *_APART,
-    _ring(
-        "xla_gpu_collective_permute_combine_threshold_bytes",
-        "0",
-        "combined hops of different rings wait for both rings' matmuls",
-    ),
-    *_PERMUTES,
-)
-NVLINK_STREAM = (
-    Setting(
-        "xla_gpu_collective_domain_assignment",
-        "scale_up_fabric",
-        "by default all asynchronous collectives share one stream, on which the next hop over "
-        "NVLink waits for a gradient's all-reduce over the network that started before it. With "
-        "this option XLA launches collectives within NVLink domains on a second stream. Groups of "
-        "both kinds share at most one device of a mesh's axes; if they share more, the scheduler "
-        "pass keeps them from running at once",
-        "tried on jax 0.11.2 and 0.12.0 with tests/simulation/test_streams.py",
-    ),
-    Setting(
-        "xla_gpu_experimental_parallel_scale_up_collective_overlap_limit",
-        "8",
-        "XLA keeps one of these in flight at a time: a second ring's hop would wait for its done",
-        "tried on jax 0.11.2 and 0.12.0 with tests/simulation/test_streams.py",
-    ),
-)
-_OF_LAYERS = "tried on jax 0.12.0 with a 7B step of 32 scanned layers, by simulation"
-_PIPELINED = "COLLECTIVE_PIPELINING_MODE_ON"
-LAYERS_AHEAD = (  # and the threshold of gathers, which is a layer's bytes
-    Setting(
-        "xla_gpu_enable_while_loop_unrolling",
-        "WHILE_LOOP_UNROLLING_DOUBLE_BUFFER",
-        "a loop that gathers a layer's weights for its next iteration would copy them at the end "
-        "of each: 17 ms of a step on 64 H100s. Of two iterations each has a buffer of its own",
-        _OF_LAYERS,
-    ),
-    Setting(
-        _MOST_SCATTERED,
-        str(8 << 30),
-        "the gradients of a layer are scattered as one, as its weights are gathered: in half of "
-        "the time that they take singly on 64 H100s, so that kernels are slowed for less",
-        _OF_LAYERS,
-    ),
-    Setting(
-        _PIPELINED_SCATTERS,
-        _PIPELINED,
-        "a layer's gradients are scattered under the next layer's kernels; one collective that "
-        "waits for the last of them hides behind nothing else",
-        _OF_LAYERS,
-    ),
-    Setting(
-        "xla_gpu_pipeline_all_reduce",
-        _PIPELINED,
-        "most scatters are all-reduces still when XLA pipelines: without this it leaves them",
-        _OF_LAYERS,
-    ),
-)
+
+
+class _Option(msgspec.Struct, forbid_unknown_fields=True):
+    """An option's value, and why it is set."""
+
+    value: str
+    reason: str
+
+
+class _Tried(msgspec.Struct, forbid_unknown_fields=True):
+    """Options that go together, and where they were tried."""
+
+    tried: str
+    options: dict[str, _Option]
+
+    def settings(self) -> tuple[Setting, ...]:
+        """Return the options as settings."""
+        return tuple(Setting(n, o.value, o.reason, self.tried) for n, o in self.options.items())
+
+
+_all = msgspec.toml.decode(read("required.toml"), type=dict[str, _Tried])
+_APART, _PERMUTES = _all["apart"].settings(), _all["permutes"].settings()
+RINGS = (*_APART, *_all["hops"].settings(), *_PERMUTES)
+NVLINK_STREAM = _all["nvlink_stream"].settings()
+LAYERS_AHEAD = _all["layers_ahead"].settings()  # and the threshold of gathers: a layer's bytes
 STREAMS_VARIABLE = "JAXOVERLAP_STREAMS"  # "one" keeps all collectives on one stream
 _MOST_JOINED = 30 << 20  # bytes; XLA's default
 _SUMS_APART = "xla_gpu_all_reduce_combine_threshold_bytes"

@@ -31,6 +31,9 @@ class Setting:
         return self.name in VARIABLES
 
 
+Claims = tuple[tuple[str, str], ...]  # a value, and the sources that give it
+
+
 @dataclass(frozen=True)
 class Conflict:
     """An option or variable to which published sources give different values.
@@ -43,7 +46,7 @@ class Conflict:
     """
 
     name: str
-    said: tuple[tuple[str, str], ...]
+    said: Claims
     ours: str
     why: str
 

@@ -8,31 +8,13 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Mapping
-from importlib import resources
 from typing import Literal
 
 import msgspec
 
-Kind = Literal["bool", "int", "text", "enum", "list", "map"]
+from jaxoverlap._util.files import packaged
 
-# XLA_FLAGS want other names for the values of enums than compiler options do: the latter are keys.
-_SHORT: Mapping[str, Mapping[str, str]] = {
-    "": {},
-    "memory": {
-        "COLLECTIVES_PRIVATE_MEMORY": "private",
-        "COLLECTIVES_PEER_MEMORY": "peer",
-        "COLLECTIVES_SYMMETRIC_MEMORY": "symmetric",
-    },
-    "pipelining": {
-        "COLLECTIVE_PIPELINING_MODE_DEFAULT": "default",
-        "COLLECTIVE_PIPELINING_MODE_OFF": "off",
-        "COLLECTIVE_PIPELINING_MODE_ON": "on",
-    },
-    "unrolling": {  # the same
-        f"WHILE_LOOP_UNROLLING_{v}": f"WHILE_LOOP_UNROLLING_{v}"
-        for v in ("NO_UNROLL", "DOUBLE_BUFFER", "FULL_UNROLL", "AUTO_UNROLL")
-    },
-}
+Kind = Literal["bool", "int", "text", "enum", "list", "map"]
 
 
 class Flag(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -54,7 +36,7 @@ class Flag(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     @property
     def short(self) -> Mapping[str, str]:
         """Map an enum's values from the form of compiler options to that of XLA_FLAGS."""
-        return _SHORT[self.enum]
+        return _all.values.get(self.enum, {})
 
     @property
     def defaults(self) -> Mapping[str, str]:
@@ -109,11 +91,18 @@ def versions() -> dict[str, Asked]:
 
 def read(name: str) -> bytes:
     """Return the contents of a file of this package."""
-    return resources.files("jaxoverlap.flags").joinpath(name).read_bytes()
+    return packaged("jaxoverlap.flags", name)
 
 
-_all = msgspec.toml.decode(read("xla.toml"), type=dict[str, list[Flag]])
-FLAGS: Mapping[str, Flag] = {f.name: f for f in _all["flag"]}
+class _Described(msgspec.Struct, forbid_unknown_fields=True):
+    """The contents of xla.toml."""
+
+    flag: list[Flag]
+    values: dict[str, dict[str, str]]
+
+
+_all = msgspec.toml.decode(read("xla.toml"), type=_Described)
+FLAGS: Mapping[str, Flag] = {f.name: f for f in _all.flag}
 
 
 # -- flags of the past ----------------------------------------------------------------------------
@@ -138,5 +127,5 @@ class Dead(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return next((v for v, a in reversed(versions().items()) if self.name in a.dead), "")
 
 
-_all = msgspec.toml.decode(read("dead.toml"), type=dict[str, list[Dead]])
-DEAD: Mapping[str, Dead] = {d.name: d for d in _all["flag"]}
+_dead = msgspec.toml.decode(read("dead.toml"), type=dict[str, list[Dead]])
+DEAD: Mapping[str, Dead] = {d.name: d for d in _dead["flag"]}

@@ -11,15 +11,14 @@ from jaxoverlap._util.text import human_bytes, table
 from jaxoverlap.cost.find import cost_or_facts
 from jaxoverlap.cost.model import CostModel
 from jaxoverlap.hardware.cluster import Cluster, parse_cluster
-from jaxoverlap.parallelism.file import plain
-from jaxoverlap.parallelism.iteration_time import IterationTime
+from jaxoverlap.parallelism.configuration import plain
+from jaxoverlap.parallelism.iteration_time import IterationTime, StepTerms
 from jaxoverlap.parallelism.memory import Memory
 from jaxoverlap.parallelism.model import Transformer
 from jaxoverlap.parallelism.published.bands import band
 from jaxoverlap.parallelism.published.models import named_model
 from jaxoverlap.parallelism.search import Found, Scored, Space, search
 from jaxoverlap.parallelism.stack import JAX, Stack
-from jaxoverlap.parallelism.terms import StepTerms
 
 _MOST_HOSTS = 65536
 _ONE_BY_ONE = 60  # hosts

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterable
-from dataclasses import replace
+from dataclasses import dataclass, fields, replace
 
 from jaxoverlap.cost.groups import Group, pair
 from jaxoverlap.cost.kernels import AttentionKernel, MatmulKernel
@@ -21,9 +21,51 @@ from jaxoverlap.parallelism.memory import StageParams, layer_activation_bytes, z
 from jaxoverlap.parallelism.model import Transformer
 from jaxoverlap.parallelism.placement import Placement
 from jaxoverlap.parallelism.stack import Stack
-from jaxoverlap.parallelism.terms import StepTerms
 from jaxoverlap.parallelism.traffic import Sent
 from jaxoverlap.plan.collectives import PERMUTE
+
+
+@dataclass(frozen=True)
+class StepTerms:
+    """Seconds of a step by term, each as far as nothing hides it; they add up to the step.
+
+    Attributes:
+        compute: kernels of the stage that has most, all micro-batches, recompute apart.
+        recompute: kernels that its backward passes run again.
+        model, context, expert, fsdp: collectives along that axis.
+        pipeline: sends between stages, and the sum of a tied table's gradients.
+        data: sums of gradients over replicas.
+        bubble: what the stage waits while the pipeline fills and drains.
+        optimizer: the update.
+    """
+
+    compute: float = 0.0
+    recompute: float = 0.0
+    model: float = 0.0
+    context: float = 0.0
+    expert: float = 0.0
+    fsdp: float = 0.0
+    pipeline: float = 0.0
+    data: float = 0.0
+    bubble: float = 0.0
+    optimizer: float = 0.0
+
+    @property
+    def step_s(self) -> float:
+        """Seconds of the step."""
+        return sum(self.by_term.values())
+
+    @property
+    def by_term(self) -> dict[str, float]:
+        """Return the seconds of each term, by name."""
+        return {f.name: getattr(self, f.name) for f in fields(self)}
+
+    def __add__(self, other: StepTerms) -> StepTerms:
+        mine = self.by_term
+        return StepTerms(**{name: mine[name] + s for name, s in other.by_term.items()})
+
+    def __mul__(self, times: float) -> StepTerms:
+        return StepTerms(**{name: s * times for name, s in self.by_term.items()})
 
 
 class IterationTime:

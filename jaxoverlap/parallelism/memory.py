@@ -9,11 +9,9 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from jaxoverlap.parallelism.configuration import Configuration
-from jaxoverlap.parallelism.model import Transformer
+from jaxoverlap.parallelism.model import ELEMENT, Transformer
 from jaxoverlap.parallelism.pipeline.schedule import PipelineSchedule
 from jaxoverlap.parallelism.stack import Stack
-
-_ELEMENT = 2  # bytes of an activation
 
 
 @dataclass(frozen=True)
@@ -171,8 +169,8 @@ def layer_activation_bytes(model: Transformer, config: Configuration, stack: Sta
     h, t = model.hidden, config.model
     unsplit = (10 if stack.dropout else 8) * tokens * h / (t if config.splits_rows else 1)
     kv = max(model.kv_hidden / t, model.head_size)
-    inner = model.active_inner / t * model.mlp_matrices * _ELEMENT
-    split = tokens * (2 * _ELEMENT * model.query_hidden / t + 2 * _ELEMENT * kv + inner)
+    inner = model.active_inner / t * model.mlp_matrices * ELEMENT
+    split = tokens * (2 * ELEMENT * model.query_hidden / t + 2 * ELEMENT * kv + inner)
     scores = 0.0
     if not stack.fuses(config.context) and (config.recompute == "none" or stack.saved > 1):
         scores = (
@@ -192,7 +190,7 @@ def _kept_results_bytes(model: Transformer, config: Configuration, stack: Stack)
         "down": model.hidden,
     }
     elements = model.hidden + sum(n for part, n in columns.items() if part not in stack.selective)
-    return _ELEMENT * config.micro_batch * model.sequence / config.context * elements
+    return ELEMENT * config.micro_batch * model.sequence / config.context * elements
 
 
 def memory(
@@ -208,11 +206,11 @@ def memory(
     layers = config.stage_layers(model, stage) / config.interleave
     kept = in_flight(config, micro_batches, stage)
     one = layer_activation_bytes(model, config, stack)
-    stream = _ELEMENT * tokens * model.hidden / split
+    stream = ELEMENT * tokens * model.hidden / split
     per_layer = stream if config.recompute == "full" else one
     last = stage == config.pipeline - 1
     logits = tokens * model.vocab / config.model * (2 + 4 + 4) if last else 0.0
-    mask = stream / _ELEMENT if stage == 0 and stack.dropout else 0.0  # of the embedding's dropout
+    mask = stream / ELEMENT if stage == 0 and stack.dropout else 0.0  # of the embedding's dropout
     layer = StageParams.of_layer(model, config).total
     piece = layers * per_layer + mask + stack.micro_batch_bytes
     running = one if config.recompute == "full" else 0.0
@@ -228,8 +226,8 @@ def memory(
             running += stack.gradient_bytes * own
     flying = 0.0
     if config.splits_rows and stack.halves_exposed is not None:
-        flying = 4 * _ELEMENT * tokens * model.hidden  # gathered rows of both halves
-    gathered = _ELEMENT * (1 - config.shard_share(model)) * 2 * layer
+        flying = 4 * ELEMENT * tokens * model.hidden  # gathered rows of both halves
+    gathered = ELEMENT * (1 - config.shard_share(model)) * 2 * layer
     head = logits + _gathered_tables(model, config, stack, params) - gathered
     activations, busy = kept * piece, max(running, head) + flying
     if stack.lockstep and micro_batches == 1:
@@ -266,22 +264,15 @@ def _gathered_tables(
 ) -> float:
     """Count the bytes of tables while they are used: gathered, and their gradients before a sum."""
     if not stack.gathers_tables:
-        return _ELEMENT * (1 - config.shard_share(model)) * params.tables
+        return ELEMENT * (1 - config.shard_share(model)) * params.tables
     ways = config.fsdp * config.model * config.pipeline
     if ways == 1:
         return 0.0
-    used = model.vocab * model.hidden * (_ELEMENT + stack.gradient_bytes)
+    used = model.vocab * model.hidden * (ELEMENT + stack.gradient_bytes)
     if config.pipeline == 1:
         return used
     whole = model.vocab * model.hidden * (1 if model.tied else 2) / (config.fsdp * config.model)
     return used + whole * (stack.weight_bytes + stack.gradient_bytes)
-
-
-def resting_bytes(model: Transformer, config: Configuration, stack: Stack, stage: int = 0) -> float:
-    """Return a stage's bytes between steps: its state, and its ZeRO share of the gradients."""
-    params = StageParams.of_stage(model, config, stage)
-    resting = replace(config, zero_stage=2) if config.zero_stage == 1 else config
-    return sum(state_bytes(model, resting, stack, params))
 
 
 def peak(model: Transformer, config: Configuration, stack: Stack, global_batch: int) -> Memory:

@@ -8,6 +8,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
+ELEMENT = 2  # bytes of an activation, and of a gathered weight
+
 
 @dataclass(frozen=True, kw_only=True)
 class Transformer:

@@ -17,12 +17,11 @@ from dataclasses import dataclass, replace
 
 from jaxoverlap.hardware.cluster import Cluster
 from jaxoverlap.parallelism.configuration import AXES, Configuration, Recompute
-from jaxoverlap.parallelism.iteration_time import IterationTime
+from jaxoverlap.parallelism.iteration_time import IterationTime, StepTerms
 from jaxoverlap.parallelism.memory import Memory, StageParams, peak, state_bytes
 from jaxoverlap.parallelism.model import Transformer
 from jaxoverlap.parallelism.placement import Placement, densest, place, placements
 from jaxoverlap.parallelism.stack import Stack
-from jaxoverlap.parallelism.terms import StepTerms
 
 RECOMPUTES: tuple[Recompute, ...] = ("none", "selective", "full")  # fastest first
 _LIGHTER = 2  # chunks that may have a layer fewer where stages interleave: the first and the last
@@ -76,14 +75,10 @@ class Space:
     Attributes:
         axes: the sizes allowed of some axes; others may have any.
         overlap: whether rings and gathers ahead hide collectives, as `jaxoverlap.overlap` does.
-        sequence_parallel: whether tensor parallelism splits the sequence between matmuls.
-        interleave: whether a stage may have several pieces.
     """
 
     axes: Mapping[str, Collection[int]]
     overlap: bool = True
-    sequence_parallel: bool = True
-    interleave: bool = True
 
     def __post_init__(self) -> None:
         if unknown := set(self.axes) - set(AXES):
@@ -101,7 +96,7 @@ def splits(
     model: Transformer, cluster: Cluster, global_batch: int, space: Space, stack: Stack
 ) -> Iterator[Configuration]:
     """Yield every legal split of a cluster's devices, with each size of micro-batch and piece."""
-    for sizes in _factorizations(cluster.num_devices, len(AXES)):
+    for sizes in factorizations(cluster.num_devices, len(AXES)):
         axes: dict[str, int] = dict(zip(AXES, sizes, strict=True))
         if any(axes[name] not in allowed for name, allowed in space.axes.items()):
             continue
@@ -119,14 +114,14 @@ def _sized(
 ) -> Iterator[Configuration]:
     here = global_batch // (axes["data"] * axes["fsdp"] * axes["expert"])
     micro_batches = [b for b in range(1, here + 1) if here % b == 0 and b & (b - 1) == 0]
-    pieces = interleavings(model, axes["pipeline"]) if space.interleave else (1,)
+    pieces = interleavings(model, axes["pipeline"])
     for micro_batch, interleave in itertools.product(micro_batches, pieces):
         config = Configuration(
             **axes,
             micro_batch=micro_batch,
             interleave=interleave,
             recompute="none",
-            sequence_parallel=space.sequence_parallel and axes["model"] > 1,
+            sequence_parallel=axes["model"] > 1,
             overlap=space.overlap,
         )
         if not config.illegal(model, global_batch, stack):
@@ -246,11 +241,12 @@ def best_placement(
     return min(options, key=lambda scored: scored.step_s)
 
 
-def _factorizations(product: int, parts: int) -> Iterator[tuple[int, ...]]:
+def factorizations(product: int, parts: int) -> Iterator[tuple[int, ...]]:
+    """Yield each way to write a product as so many ordered factors."""
     if parts == 1:
         yield (product,)
         return
     for first in range(1, product + 1):
         if product % first == 0:
-            for rest in _factorizations(product // first, parts - 1):
+            for rest in factorizations(product // first, parts - 1):
                 yield (first, *rest)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+
+from jaxoverlap._util.files import converted, entries
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -131,100 +133,9 @@ class Stack:
         return self.fused_attention and (context == 1 or self.fused_in_context)
 
 
-# Megatron-LM of 2022, as Korthikanti et al. (arXiv 2205.05198) timed it: unfused attention that
-# computes all scores, dropout, main gradients of 32 bits; between backward pass and Adam gradients
-# are scaled, searched, normed, clipped and zeroed. Nothing is fitted.
-MEGATRON = Stack(
-    name="Megatron-LM (2022)",
-    fused_attention=False,
-    causal=False,
-    dropout=True,
-    gradient_passes=11,
-)
-# Megatron-DeepSpeed as vTrain's authors ran it: gradients are summed in 16 bits. Nothing is fitted;
-# network_share is what NCCL's rings usually reach of a NIC.
-MEGATRON_DEEPSPEED = Stack(
-    name="Megatron-DeepSpeed",
-    fused_attention=False,
-    causal=False,
-    dropout=True,
-    reduced_bytes=2,
-    gradient_passes=11,
-    network_share=0.92,
-)
-# This project's trainers: 32-bit weights that are cast, Adam without master weights. Attention is
-# counted as a kernel that keeps no scores; the trainers' own einsums take longer.
-JAX = Stack(
-    name="JAX",
-    weight_bytes=4,
-    optimizer_bytes=8,
-    fused_in_context=False,
-    score_bytes=4,
-    lockstep=True,
-    sums_every_micro_batch=("expert", "context"),
-    gathers_tables=True,
-    even_shards=True,
-    zero_stages=(1,),
-    gathers_matrices=True,
-    hides_data=True,
-    # Fitted to two steps by simulation of XLA's schedule (a GPT of four layers on H100s, tensor
-    # parallel over 8, and over 4 beside FSDP over 2), not to steps on GPUs.
-    capacity=1.25,
-    dispatch_group=1024,
-    saved=2.0,
-    halves_exposed=0.25,
-    halves_compute=0.12,
-    reserve=1.05,
-    # Fitted to MaxText's published steps of Llama2-70B on 64 to 2048 H100s, whose schedule
-    # XLA made with a profile (NVIDIA/dgxc-benchmarking, maxtext/README_70b.md).
-    hidden_cost=0.2,
-    bias_passes=(2, 1),
-)
-# XLA's latency-hiding scheduler alone: what it hides without a profile costs most of what it takes.
-# Fitted to Pax's published steps of GPT-3 5B on 16 to 128 H100s (the same, paxml/README_5b.md).
-JAX_LHS = replace(
-    JAX,
-    name="JAX, XLA's latency-hiding scheduler without a profile",
-    prefetches=True,
-    hidden_cost=0.75,
-    selective=("attention", "pointwise"),
-)
-# torchtitan: FSDP2, torch.compile, PyTorch's own attention; every second matmul again. Fitted to
-# its published steps of Llama3.1-8B with FSDP (benchmarks/llama3_h100_202412_torchtitan.md).
-TORCH = Stack(
-    name="PyTorch FSDP2",
-    weight_bytes=4,
-    optimizer_bytes=8,
-    zero_stages=(),
-    prefetches=True,
-    keeps_gathered=True,
-    hides_data=True,
-    selective=("out", "gate"),
-    memory_factor=2.0,
-    attention_factor=1.4,
-    hidden_cost=0.9,
-)
-# Megatron-Core of 2025 with Transformer Engine, as NeMo and Megatron-Bridge run it. Fitted to
-# NeMo's published steps of Llama3.1-8B in bf16 (NVIDIA/dgxc-benchmarking, llama3.1/README_8b.md);
-# tensor_exposed is the JAX stack's share of halves, and agrees with Megatron-Bridge's Llama3-70B;
-# expert_factor and expert_launch_s are fitted to Megatron-Bridge's Qwen3 30B-A3B: in bf16 with
-# HybridEP on 16 H100s, and with a micro-batch of one on B200s, where four take 1.4 times as long.
-MEGATRON_CORE = Stack(
-    name="Megatron-Core (2025)",
-    prefetches=True,
-    hides_data=True,
-    tensor_exposed=0.25,
-    sends_once=True,
-    expert_factor=2.0,
-    expert_launch_s=7.5e-3,
-    permutes=4,
-    memory_factor=1.3,
-    hidden_cost=0.2,
-)
 STACKS = {  # by the name of the command line
-    "jax": JAX,
-    "jax-lhs": JAX_LHS,
-    "megatron": MEGATRON,
-    "megatron-core": MEGATRON_CORE,
-    "torch": TORCH,
+    name: converted(Stack, fields)
+    for name, fields in entries("jaxoverlap.parallelism", "stacks.toml").items()
 }
+JAX, JAX_LHS, TORCH = STACKS["jax"], STACKS["jax-lhs"], STACKS["torch"]
+MEGATRON, MEGATRON_CORE = STACKS["megatron"], STACKS["megatron-core"]

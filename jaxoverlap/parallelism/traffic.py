@@ -12,11 +12,9 @@ from dataclasses import dataclass
 
 from jaxoverlap.parallelism.configuration import Configuration
 from jaxoverlap.parallelism.memory import StageParams
-from jaxoverlap.parallelism.model import Transformer
+from jaxoverlap.parallelism.model import ELEMENT, Transformer
 from jaxoverlap.parallelism.stack import Stack
 from jaxoverlap.plan.collectives import PERMUTE
-
-_ELEMENT = 2  # bytes of an activation
 
 
 @dataclass(frozen=True)
@@ -43,7 +41,7 @@ class Sent:
 
 def activation_bytes(model: Transformer, config: Configuration) -> float:
     """Bytes of a micro-batch's residual stream, as each device of a tensor group needs it."""
-    return _ELEMENT * config.micro_batch * model.sequence / config.context * model.hidden
+    return ELEMENT * config.micro_batch * model.sequence / config.context * model.hidden
 
 
 def of_layer(model: Transformer, config: Configuration, stack: Stack) -> list[Sent]:
@@ -81,7 +79,7 @@ def _model(model: Transformer, config: Configuration) -> list[Sent]:
 def _context(model: Transformer, config: Configuration) -> list[Sent]:
     """Gather keys and values for attention; backward gathers them again and scatters gradients."""
     kv = max(model.kv_hidden // config.model, model.head_size)
-    part = _ELEMENT * config.micro_batch * model.sequence / config.context * 2 * kv
+    part = ELEMENT * config.micro_batch * model.sequence / config.context * 2 * kv
     sent = part * (config.context - 1)
     return [
         Sent("context", "forward", "all-gather", ("context",), sent),
@@ -115,7 +113,7 @@ def _fsdp(model: Transformer, config: Configuration) -> list[Sent]:
 
 def _gathered(model: Transformer, config: Configuration, elements: float) -> float:
     """Return the bytes that a device sends to gather weights over `fsdp`: padded shards."""
-    return _ELEMENT * elements * config.shard_share(model) * (config.fsdp - 1)
+    return ELEMENT * elements * config.shard_share(model) * (config.fsdp - 1)
 
 
 def of_tables(model: Transformer, config: Configuration, stack: Stack) -> list[Sent]:
@@ -130,7 +128,7 @@ def of_tables(model: Transformer, config: Configuration, stack: Stack) -> list[S
         axes = tuple(axis for axis in ("fsdp", "model") if getattr(config, axis) > 1)
         shards = config.fsdp * config.model
         tables = model.vocab * (1 if model.tied or config.pipeline > 1 else 2)
-        sent = _ELEMENT * tables * model.hidden * (shards - 1) / shards
+        sent = ELEMENT * tables * model.hidden * (shards - 1) / shards
     return [
         Sent("fsdp", phase, kind, axes, sent)
         for phase, kind in (("forward", "all-gather"), ("backward", "reduce-scatter"))

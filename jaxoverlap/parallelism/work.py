@@ -11,10 +11,9 @@ from dataclasses import dataclass, replace
 
 from jaxoverlap.cost.kernels import AttentionKernel, MatmulKernel
 from jaxoverlap.parallelism.configuration import Configuration
-from jaxoverlap.parallelism.model import Transformer
+from jaxoverlap.parallelism.model import ELEMENT, Transformer
 from jaxoverlap.parallelism.stack import Stack
 
-_ELEMENT = 2  # bytes of an activation
 _FP8_CAST_BYTES = 4  # of an element: 2 read, 1 written, and 1 written transposed
 
 
@@ -72,11 +71,11 @@ def layer(model: Transformer, config: Configuration, stack: Stack) -> Pass:
     matmuls = tuple(replace(m, dtype=stack.matmul_dtype) for m in matmuls)
     memory_forward, memory_backward = _pointwise(model, config, stack, tokens)
     casts, gradients = _fp8_casts(matmuls)
-    if stack.weight_bytes > _ELEMENT:
+    if stack.weight_bytes > ELEMENT:
         # Each pass casts what a device stores of the weights; gradients are cast into zeros.
         stored = sum(model.layer_params(config.model, config.expert)) * config.shard_share(model)
-        casts += Work(memory_bytes=stored * (stack.weight_bytes + _ELEMENT), kernels=4)
-        gradients += Work(memory_bytes=stored * (2 * stack.gradient_bytes + _ELEMENT), kernels=4)
+        casts += Work(memory_bytes=stored * (stack.weight_bytes + ELEMENT), kernels=4)
+        gradients += Work(memory_bytes=stored * (2 * stack.gradient_bytes + ELEMENT), kernels=4)
     return Pass(
         Work(matmuls) + casts + memory_forward + scores.forward,
         Work(tuple(_gradients(matmuls))) + gradients + memory_backward + scores.backward,
@@ -203,7 +202,7 @@ def _attention(model: Transformer, config: Configuration, stack: Stack) -> Pass:
     elements = heads * queries * keys
     # Softmax reads and writes a score; dropout reads it, writes it, and a byte of mask. Backward
     # softmax reads its result and a cotangent, and writes one.
-    drop = (2 * _ELEMENT + 1) * elements if stack.dropout else 0
+    drop = (2 * ELEMENT + 1) * elements if stack.dropout else 0
     forward = Work((scores, values), (), 2.0 * stack.score_bytes * elements + drop, 3)
     backward = Work(
         (*_gradients((scores, values)),), (), 3.0 * stack.score_bytes * elements + drop, 3
@@ -215,8 +214,8 @@ def _pointwise(
     model: Transformer, config: Configuration, stack: Stack, tokens: int
 ) -> tuple[Work, Work]:
     """Count norms, residuals, dropout and the MLP's activation, forward and backward."""
-    full = _ELEMENT * tokens * model.hidden / (config.model if config.splits_rows else 1)
-    inner = _ELEMENT * tokens * model.active_inner / config.model
+    full = ELEMENT * tokens * model.hidden / (config.model if config.splits_rows else 1)
+    inner = ELEMENT * tokens * model.active_inner / config.model
     inner *= model.mlp_matrices - 1
     # Forward: two norms (read, write), two residuals (two reads, a write), two masks of a byte;
     # the activation (read, write). Backward: norms read twice and write, cotangents are added.
@@ -224,7 +223,7 @@ def _pointwise(
     # Masks of dispatch are made in 32 bits, choice by choice: written, added to two sums, cast.
     group, slots = _dispatch_slots(model, stack, tokens)
     routed = (20.0 * model.choices + 12) * tokens * slots if group else 0.0
-    routed += stack.permutes * 2 * _ELEMENT * tokens * model.choices * model.hidden
+    routed += stack.permutes * 2 * ELEMENT * tokens * model.choices * model.hidden
     biased = _biased_bytes(model, config, tokens) if model.biases else 0.0
     passes_forward, passes_backward = stack.bias_passes
     forward = 10 * full + masks + 2 * inner + routed + passes_forward * biased
@@ -240,4 +239,4 @@ def _biased_bytes(model: Transformer, config: Configuration, tokens: int) -> flo
     columns = (
         model.query_hidden + 2 * model.kv_hidden + model.active_inner * (model.mlp_matrices - 1)
     )
-    return _ELEMENT * tokens * (columns / config.model + 2 * model.hidden)
+    return ELEMENT * tokens * (columns / config.model + 2 * model.hidden)

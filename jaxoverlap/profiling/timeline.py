@@ -89,25 +89,10 @@ def _drawn(step: DeviceStep, lanes: Mapping[str, str]) -> Iterator[Event]:
         busy = ends.setdefault(lane, [])
         place = next((n for n, end in enumerate(busy) if end <= event.start_ns), len(busy))
         busy[place : place + 1] = [event.end_ns]
-        yield _event(event, label, step.window[0], f"{lane} {place + 1}" if place else lane)
-
-
-def _event(event: DeviceEvent, label: Label, start_ns: float, lane: str) -> Event:
-    kind = "matmul" if label.kind in ("matmul", "attention") else "memory"
-    return Event(
-        lane=lane,
-        kind="collective" if label.collective else kind,
-        name=label.op,
-        computation=event.module,
-        start_s=(event.start_ns - start_ns) * 1e-9,
-        end_s=(event.end_ns - start_ns) * 1e-9,
-        alone_s=event.seconds,
-        runs=1,
-        source=label.source,
-        op=short_op(label.op_name),
-        work=label.work,
-        collective=label.collective,
-    )
+        kind = "matmul" if label.kind in ("matmul", "attention") else "memory"
+        kind = "collective" if label.collective else kind
+        lane = f"{lane} {place + 1}" if place else lane
+        yield _event(step, lane, kind, event.module, label, event.start_ns, event.end_ns)
 
 
 def _waits(step: DeviceStep) -> Iterator[Event]:
@@ -117,28 +102,35 @@ def _waits(step: DeviceStep) -> Iterator[Event]:
         time_ns = begin
         while time_ns < end:
             running = [(e, c) for e, c in running if e.end_ns > time_ns]
-            event, collective = next((e, c) for e, c in running if e.start_ns <= time_ns)
+            event, c = next((e, c) for e, c in running if e.start_ns <= time_ns)
             until = min(event.end_ns, end)
-            label = Label("collective", collective.name, collective.source, collective.op_name)
-            yield _wait(label, collective, event.module, *_relative(step, time_ns, until))
+            label = Label("collective", c.name, c.source, c.op_name, collective=c)
+            yield _event(step, COMPUTE, "wait", event.module, label, time_ns, until)
             time_ns = until
 
 
-def _relative(step: DeviceStep, *times_ns: float) -> tuple[float, ...]:
-    return tuple((t - step.window[0]) * 1e-9 for t in times_ns)
-
-
-def _wait(label: Label, collective: Collective, module: str, start_s: float, end_s: float) -> Event:
+def _event(
+    step: DeviceStep,
+    lane: str,
+    kind: str,
+    module: str,
+    label: Label,
+    start_ns: float,
+    end_ns: float,
+) -> Event:
+    """Return an event of a step's timeline, its times from the step's start."""
+    start_s, end_s = ((t - step.window[0]) * 1e-9 for t in (start_ns, end_ns))
     return Event(
-        lane=COMPUTE,
-        kind="wait",
+        lane=lane,
+        kind=kind,
         name=label.op,
         computation=module,
         start_s=start_s,
         end_s=end_s,
-        alone_s=end_s - start_s,
+        alone_s=(end_ns - start_ns) * 1e-9,
         runs=1,
         source=label.source,
         op=short_op(label.op_name),
-        collective=collective,
+        work=label.work,
+        collective=label.collective,
     )

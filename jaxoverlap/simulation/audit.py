@@ -21,12 +21,13 @@ from jaxoverlap.simulation import hlo
 from jaxoverlap.simulation.device_groups import parties
 from jaxoverlap.simulation.hlo_work import operand_shape
 from jaxoverlap.simulation.host_copies import host_copies
-from jaxoverlap.simulation.schedule import Collective, Matmuls, Starts, running
+from jaxoverlap.simulation.schedule import Collective, bodies
 from jaxoverlap.simulation.streams import scheduled_module, with_streams
 
 _RING = re.compile(rf"\b({'|'.join((*RING_PASSES.values(), *OPERATIONS))})\.(\d+)(?![\w.])")
 _MESH_GROUPS = re.compile(r"replica_groups=mesh\[([^\]]*)\](?:, device_ids=\([^{]*\))? \{([^}]*)\}")
 _GROUPS = re.compile(r", (replica_groups|source_target_pairs)=(\S+?)(?:, |$)")
+_SYNCHRONOUS = re.compile(r'"?is_sync"?[:=]true')
 _BY_COPY = '"collectives_mode":"COLLECTIVES_PEER_MEMORY"'
 _SCALE_UP = '"communication_domain":"COLLECTIVE_COMMUNICATION_DOMAIN_SCALE_UP_FABRIC"'
 
@@ -176,46 +177,37 @@ def collectives(module: hlo.Module) -> tuple[Collective, ...]:
     Raises:
         ValueError: if one is never waited for, or the module lacks a computation that it calls.
     """
-    matmuls = Matmuls(module)
-    found = (
-        collective
-        for computation, runs in running(module, module.entry, 1)
-        for collective in _in_computation(module, computation, runs, matmuls)
-    )
-    return tuple(with_streams(module, found))
+    return tuple(with_streams(module, _collectives(module)))
 
 
-def _in_computation(
-    module: hlo.Module, computation: str, runs: int, matmuls: Matmuls
-) -> Iterator[Collective]:
-    """Yield the collectives of one computation, each with the matmuls it overlaps with."""
-    instructions = module.body(computation)
-    shapes = {i.name: i.shape for i in instructions}
-    starts = Starts(instructions, matmuls)
-    for position, start in enumerate(instructions):
-        core = _collective(module, start)
-        if core is None:
-            continue
-        done = starts.done(position) if _starts(start) else position
-        asynchronous = done > position and not re.search(r'"?is_sync"?[:=]true', start.line)
-        kind, size = core.opcode.removesuffix("-start"), group_size(core, module.num_devices)
-        sent = [hlo.shape_bytes(operand_shape(shapes, name)) for name in start.operands]
-        yield Collective(
-            name=start.name,
-            computation=computation,
-            kind=kind,
-            bytes_moved=_sent(kind, size, sent, hlo.shape_bytes(instructions[done].shape)),
-            group_size=size,
-            runs=runs,
-            source=module.source(core) or module.source(start),
-            ring=ring_of(core.op_name) if kind == PERMUTE else None,
-            asynchronous=asynchronous,
-            matmuls=starts.matmuls(position, done) if asynchronous else (),
-            groups=_groups(core),
-            op_name=core.op_name,
-            by_copy=_BY_COPY in core.line,
-            scale_up=_SCALE_UP in core.line,
-        )
+def _collectives(module: hlo.Module) -> Iterator[Collective]:
+    """Yield every collective, each with the matmuls it overlaps with, without its stream."""
+    for computation, runs, body, starts in bodies(module):
+        shapes = {i.name: i.shape for i in body}
+        for position, start in enumerate(body):
+            core = _collective(module, start)
+            if core is None:
+                continue
+            done = starts.done(position) if _starts(start) else position
+            asynchronous = done > position and not _SYNCHRONOUS.search(start.line)
+            kind, size = core.opcode.removesuffix("-start"), group_size(core, module.num_devices)
+            sent = [hlo.shape_bytes(operand_shape(shapes, name)) for name in start.operands]
+            yield Collective(
+                name=start.name,
+                computation=computation,
+                kind=kind,
+                bytes_moved=_sent(kind, size, sent, hlo.shape_bytes(body[done].shape)),
+                group_size=size,
+                runs=runs,
+                source=module.source(core) or module.source(start),
+                ring=ring_of(core.op_name) if kind == PERMUTE else None,
+                asynchronous=asynchronous,
+                matmuls=starts.matmuls(position, done) if asynchronous else (),
+                groups=_groups(core),
+                op_name=core.op_name,
+                by_copy=_BY_COPY in core.line,
+                scale_up=_SCALE_UP in core.line,
+            )
 
 
 def ring_of(op_name: str) -> str | None:

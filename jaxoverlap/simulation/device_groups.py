@@ -7,6 +7,8 @@ import math
 import re
 from collections.abc import Mapping
 
+import numpy as np
+
 _MESH = re.compile(r"mesh\[([^\]]*)\](?:, device_ids=\((.*)\))? \{([^}]*)\}")
 _IOTA = re.compile(r"\[([\d,]+)\](?:<=\[([\d,]+)\])?(?:T\(([\d,]+)\))?")
 
@@ -50,23 +52,11 @@ def domains(groups: str, num_devices: int, gpus_per_domain: int) -> int:
 
 def axes_of(groups: str, num_devices: int, mesh: Mapping[str, int]) -> tuple[str, ...]:
     """Return the mesh axes along which a collective moves data; the mesh's devices count up."""
-    sizes = list(mesh.values())
     moving = set()
     for group in parties(groups, num_devices):
-        positions = [_place(device, sizes) for device in group]
-        for axis, *along in zip(mesh, *positions, strict=True):
-            if len(set(along)) > 1:
-                moving.add(axis)
+        positions = np.unravel_index(group, tuple(mesh.values()))
+        moving.update(axis for axis, at in zip(mesh, positions, strict=True) if at.min() < at.max())
     return tuple(axis for axis in mesh if axis in moving)
-
-
-def _place(device: int, sizes: list[int]) -> list[int]:
-    """Return a device's coordinates in a row-major mesh."""
-    position = []
-    for size in reversed(sizes):
-        device, at = divmod(device, size)
-        position.append(at)
-    return position[::-1]
 
 
 def _mesh_groups(axes: str, ids: str | None, together: str) -> Groups:
@@ -78,35 +68,29 @@ def _mesh_groups(axes: str, ids: str | None, together: str) -> Groups:
         before, size = (int(before), int(size)) if size else (1, sizes[name])
         parts[name] = (before, size, sizes[name] // before // size)
     shape = [size for part in parts.values() for size in part]
-    outer = [dim for dim in range(len(shape)) if dim % 3 != 1]
-    inner = [dim for dim in range(len(shape)) if dim % 3 == 1]
-    size = math.prod(shape[dim] for dim in inner)
-    return _rows([devices[position] for position in _iota(shape, outer + inner)], size)
+    order = sorted(range(len(shape)), key=lambda dim: dim % 3 == 1)
+    size = math.prod(shape[1::3])
+    return _rows(devices[_iota(shape, order)], size)
 
 
-def _device_ids(text: str | None, num_devices: int) -> list[int]:
+def _device_ids(text: str | None, num_devices: int) -> np.ndarray:
     """Return the devices of a mesh as a flat list: in order, or as 0,2,1,3 or [2,2]T(1,0) says."""
     if not text:
-        return list(range(num_devices))
+        return np.arange(num_devices)
     if match := _IOTA.fullmatch(text):
         shape, source, order = map(_numbers, match.groups())
         return _iota(source or shape, order)
-    return _numbers(text)
+    return np.array(_numbers(text))
 
 
 def _numbers(text: str | None) -> list[int]:
     return [int(n) for n in re.findall(r"\d+", text or "")]
 
 
-def _iota(shape: list[int], order: list[int]) -> list[int]:
+def _iota(shape: list[int], order: list[int]) -> np.ndarray:
     """Return 0, 1, 2, ... reshaped to `shape` and transposed to `order`, as a flat list."""
-    order = order or list(range(len(shape)))
-    strides = [math.prod(shape[i + 1 :]) for i in range(len(shape))]
-    flat = [0]
-    for dim in order:
-        flat = [at + i * strides[dim] for at in flat for i in range(shape[dim])]
-    return flat
+    return np.arange(math.prod(shape)).reshape(shape).transpose(order or None).ravel()
 
 
-def _rows(devices: list[int], size: int) -> Groups:
-    return tuple(tuple(devices[i : i + size]) for i in range(0, len(devices), size))
+def _rows(devices: np.ndarray, size: int) -> Groups:
+    return tuple(map(tuple, devices.reshape(-1, size).tolist()))

@@ -10,7 +10,7 @@ import functools
 import math
 import re
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from jaxoverlap.cost.kernels import array_bytes
@@ -267,12 +267,16 @@ def _operands(arguments: str) -> tuple[str, ...]:
     if closed and not _BRACKETS.search(plain):  # names alone, as XLA prints them: nothing nests
         return tuple(name.strip().lstrip("%") for name in plain.split(",") if name)
     rest = _COMMENT.sub("", arguments[: _closing("(" + arguments) - 1])
-    names = []
-    while rest:
-        argument = _until_comma(rest)
-        rest = rest[len(argument) + 1 :]
-        names += argument.split()[-1:]
-    return tuple(name.lstrip("%") for name in names)
+    named = (argument.split()[-1:] for argument in _split(rest))
+    return tuple(name.lstrip("%") for names in named for name in names)
+
+
+def _split(text: str) -> Iterator[str]:
+    """Yield the parts of a text between its top-level commas."""
+    while text:
+        part = _until_comma(text)
+        text = text[len(part) + 1 :]
+        yield part
 
 
 def _until_comma(text: str) -> str:
@@ -287,17 +291,13 @@ def _until_comma(text: str) -> str:
 @functools.lru_cache(maxsize=65536)
 def shape_bytes(shape: str) -> int:
     """Return the bytes of all arrays in a shape's text."""
-    return sum(_array_bytes(dtype, dims) for dtype, dims in _ARRAY.findall(shape))
+    arrays = ((array.partition("[")[0], dims(array)) for array in array_shapes(shape))
+    return sum(array_bytes(dtype, math.prod(sizes)) for dtype, sizes in arrays)
 
 
 def tuple_shapes(shape: str) -> tuple[str, ...]:
     """Return the elements of a tuple's shape as texts; a nested tuple is one element."""
-    inside, parts = re.sub(r"/\*.*?\*/", "", shape)[1:-1], []
-    while inside:
-        part = _until_comma(inside)
-        inside = inside[len(part) + 1 :]
-        parts.append(part.strip())
-    return tuple(parts)
+    return tuple(part.strip() for part in _split(_COMMENT.sub("", shape)[1:-1]))
 
 
 @functools.lru_cache(maxsize=65536)
@@ -323,13 +323,6 @@ def fastest_dim(shape: str) -> int | None:
     layout = _LAYOUT.search(shape)
     order = [int(d) for d in layout.group(1).split(",")] if layout else range(len(sizes))[::-1]
     return next((d for d in order if sizes[d] > 1), None)
-
-
-def _array_bytes(dtype: str, dims: str) -> int:
-    elements = 1
-    for dim in filter(None, dims.split(",")):
-        elements *= int(dim.lstrip("<="))
-    return array_bytes(dtype, elements)
 
 
 def _short(path: str) -> str:

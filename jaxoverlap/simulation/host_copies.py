@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from jaxoverlap.simulation import hlo
 from jaxoverlap.simulation.hlo_work import HOST_SPACE, operand_shape
-from jaxoverlap.simulation.schedule import Collective, Matmuls, Starts, running
+from jaxoverlap.simulation.schedule import Collective, bodies
 
 FROM_HOST, TO_HOST = "from host", "to host"
 KINDS = (FROM_HOST, TO_HOST)  # the lanes too: a link carries both ways at once
@@ -37,38 +37,30 @@ def host_copies(module: hlo.Module) -> tuple[Collective, ...]:
     """
     if not any(HOST_SPACE in i.shape for body in module.computations.values() for i in body):
         return ()
-    matmuls = Matmuls(module)
-    return tuple(
-        copy
-        for computation, runs in running(module, module.entry, 1)
-        for copy in _in_computation(module, computation, runs, matmuls)
-    )
+    return tuple(_copies(module))
 
 
-def _in_computation(
-    module: hlo.Module, computation: str, runs: int, matmuls: Matmuls
-) -> Iterator[Collective]:
-    body = module.body(computation)
-    shapes = {i.name: i.shape for i in body}
-    starts = Starts(body, matmuls)
-    for position, start in enumerate(body):
-        moved = _moved(module, start, shapes)
-        if moved is None:
-            continue
-        done = starts.done(position) if start.opcode.endswith("-start") else position
-        yield Collective(
-            name=start.name,
-            computation=computation,
-            kind=moved.kind,
-            bytes_moved=moved.num_bytes,
-            group_size=1,
-            runs=runs,
-            source=module.source(start),
-            ring=None,
-            asynchronous=done > position,
-            matmuls=starts.matmuls(position, done),
-            op_name=start.op_name,
-        )
+def _copies(module: hlo.Module) -> Iterator[Collective]:
+    for computation, runs, body, starts in bodies(module):
+        shapes = {i.name: i.shape for i in body}
+        for position, start in enumerate(body):
+            moved = _moved(module, start, shapes)
+            if moved is None:
+                continue
+            done = starts.done(position) if start.opcode.endswith("-start") else position
+            yield Collective(
+                name=start.name,
+                computation=computation,
+                kind=moved.kind,
+                bytes_moved=moved.num_bytes,
+                group_size=1,
+                runs=runs,
+                source=module.source(start),
+                ring=None,
+                asynchronous=done > position,
+                matmuls=starts.matmuls(position, done),
+                op_name=start.op_name,
+            )
 
 
 def _moved(module: hlo.Module, i: hlo.Instruction, shapes: Mapping[str, str]) -> _Moved | None:

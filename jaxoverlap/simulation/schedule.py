@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import re
 from bisect import bisect
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from jaxoverlap.simulation import hlo
@@ -93,16 +93,28 @@ class Starts:
     """The asynchronous starts of one computation, with their dones and the matmuls in between."""
 
     def __init__(self, body: tuple[hlo.Instruction, ...], matmuls: Matmuls):
-        self._body, self._waiters = body, _waiters(body)
+        self._body = body
         self._products = [position for position, i in enumerate(body) if matmuls(i)]
+        self._waiters = {  # the update or done that waits for an instruction, by its name
+            i.operands[0]: position
+            for position, i in enumerate(body)
+            if i.operands and i.opcode.endswith(("-update", "-done"))
+        }
 
     def done(self, position: int) -> int:
-        """Return the index of the done that belongs to the start at an index.
+        """Return the index of the done that belongs to the start at an index, through its updates.
 
         Raises:
             ValueError: if nothing does.
         """
-        return _done(self._body, position, self._waiters)
+        while (name := self._body[position].name) in self._waiters:
+            position = self._waiters[name]
+        if not self._body[position].opcode.endswith("-done"):
+            raise ValueError(
+                f"the module never waits for {name}: the text is truncated; give the complete "
+                "module"
+            )
+        return position
 
     def matmuls(self, position: int, done: int) -> tuple[str, ...]:
         """Return the names of the matmuls between two indices."""
@@ -110,23 +122,13 @@ class Starts:
         return tuple(self._body[i].name for i in under)
 
 
-def _waiters(instructions: tuple[hlo.Instruction, ...]) -> dict[str, int]:
-    """Map each instruction's name to the index of the update or done that waits for it."""
-    return {
-        i.operands[0]: position
-        for position, i in enumerate(instructions)
-        if i.operands and i.opcode.endswith(("-update", "-done"))
-    }
+def bodies(module: hlo.Module) -> Iterator[tuple[str, int, tuple[hlo.Instruction, ...], Starts]]:
+    """Yield the computations that a step runs: name, how often, instructions, starts.
 
-
-def _done(instructions: tuple[hlo.Instruction, ...], start: int, waiters: Mapping[str, int]) -> int:
-    """Return the index of the done that belongs to the start at an index, through its updates."""
-    position = start
-    while instructions[position].name in waiters:
-        position = waiters[instructions[position].name]
-    if not instructions[position].opcode.endswith("-done"):
-        name = instructions[position].name
-        raise ValueError(
-            f"the module never waits for {name}: the text is truncated; give the complete module"
-        )
-    return position
+    Raises:
+        ValueError: if the module lacks a computation that it calls.
+    """
+    matmuls = Matmuls(module)
+    for computation, runs in running(module, module.entry, 1):
+        body = module.body(computation)
+        yield computation, runs, body, Starts(body, matmuls)

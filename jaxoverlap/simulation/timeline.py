@@ -8,11 +8,11 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from jaxoverlap.cost.contention import NETWORK, NVLINK
+from jaxoverlap.cost.groups import NETWORK, NVLINK
 from jaxoverlap.cost.kernels import FREE, KernelWork
 from jaxoverlap.simulation.audit import Collective
 
-COMPUTE = "compute"  # beside the links of `cost/contention.py`
+COMPUTE = "compute"  # beside the links of `cost/groups.py`
 COLLECTIVES = "collectives"  # the lane of those whose link is not known, as in a profile
 
 

@@ -18,7 +18,6 @@ from jax.sharding import AxisType, Mesh
 from benchmarks.drawn import child, trainer
 from benchmarks.drawn.__main__ import HELD_BACK, SEEDS, names
 from benchmarks.drawn.drawing import CHIPS, PLACES, draw, rough_bytes
-from benchmarks.drawn.measure import rows_in
 from benchmarks.drawn.named import NAMED
 from benchmarks.drawn.rows import (
     FALLBACK,
@@ -33,7 +32,7 @@ from benchmarks.drawn.rows import (
 from benchmarks.drawn.sketch import Sketch, layer_shapes, place_spec, weight_spec
 from benchmarks.drawn.step import Step
 from benchmarks.drawn.steps import drawn_name, step_of
-from benchmarks.pod_step import write_rows
+from benchmarks.frame import rows_in, write_rows
 from jaxoverlap.hardware.cluster import parse_cluster
 from jaxoverlap.simulation.replay import UNKNOWN_TRIPS
 from tests.support.pods import marked

@@ -16,9 +16,8 @@ import pytest
 from jax.sharding import AxisType
 
 import jaxoverlap
-from benchmarks.lanes import dealt, done, kernels
+from benchmarks.children import dealt, done, in_child, kernels
 from benchmarks.plain_gpt import Sizes, plain_mlp
-from benchmarks.pod_step import in_child
 from benchmarks.pods import rows as r
 from benchmarks.pods.child import measure
 from benchmarks.pods.hand_ring import hand_mlp

@@ -9,10 +9,12 @@ import msgspec
 import numpy as np
 import pytest
 
+from benchmarks.chip_tables import fit as chips_fit
 from benchmarks.chip_tables import sources, xla_perf_table
+from benchmarks.chip_tables.fit import M_KNOTS, NK_KNOTS
 from jaxoverlap.calibrate import calibrate, fit, step_factors, this_machine
 from jaxoverlap.calibrate.this_machine import Grid
-from jaxoverlap.cost import adjusted_tables, find
+from jaxoverlap.cost import adjusted_tables, find, nccl
 from jaxoverlap.cost import model as cost
 from jaxoverlap.cost import tables as measured
 from jaxoverlap.cost.collective_tables import Permutes, Skew
@@ -30,7 +32,7 @@ def _rows(count=3000, noise=0.0):
 
 
 def test_a_constant_factor_is_found():
-    table = fit.fit_matmuls(_rows(), RATES, "made up", fit.M_KNOTS, fit.NK_KNOTS)
+    table = fit.fit_matmuls(_rows(), RATES, "made up", M_KNOTS, NK_KNOTS)
     assert table.error.worst < 0.01
     assert table.seconds(1000, 1000, 1000) == pytest.approx(
         1.3 * (3e-6 + 2e9 / 8e14 + 6e6 / 3e12), rel=0.01
@@ -38,15 +40,13 @@ def test_a_constant_factor_is_found():
 
 
 def test_noise_is_told_as_error():
-    table = fit.fit_matmuls(_rows(noise=0.1), RATES, "made up", fit.M_KNOTS, fit.NK_KNOTS)
+    table = fit.fit_matmuls(_rows(noise=0.1), RATES, "made up", M_KNOTS, NK_KNOTS)
     assert 0.05 < table.error.mean < 0.12
     assert 500 < table.error.rows < 700
 
 
 def test_a_fit_is_the_same_each_time():
-    fits = [
-        fit.fit_matmuls(_rows(noise=0.1), RATES, "", fit.M_KNOTS, fit.NK_KNOTS) for _ in range(2)
-    ]
+    fits = [fit.fit_matmuls(_rows(noise=0.1), RATES, "", M_KNOTS, NK_KNOTS) for _ in range(2)]
     assert fits[0] == fits[1]
 
 
@@ -54,10 +54,10 @@ def test_permutes_are_found():
     rows = []
     for power in range(10, 31):
         moved = float(1 << power)
-        rate = fit.nccl.permute_rate(moved, fit.nccl.permute_channels(moved, 8), 20e9)
+        rate = nccl.permute_rate(moved, nccl.permute_channels(moved, 8), 20e9)
         seconds = 10e-6 + moved / min(rate, 300e9)
         rows.append(fit.CollectiveRow("collective-permute", 8, moved, seconds))
-    permutes = fit.fit_permutes(rows, "made up")
+    permutes = chips_fit.fit_permutes(rows, "made up")
     assert permutes.latency_s == pytest.approx(10e-6, rel=0.01)
     assert permutes.channel_bytes_per_s == pytest.approx(20e9, rel=0.01)
     assert permutes.bytes_per_s == pytest.approx(300e9, rel=0.01)
@@ -144,7 +144,7 @@ def test_attention_is_fitted_and_a_kernel_without_a_mask_only_tested():
     seconds = 5e-6 + 2.0 * heads * length**2 * size / 5e14
     rows = fit.MatmulRows(length.astype(float), heads.astype(float), size.astype(float), seconds)
     twice = fit.MatmulRows(rows.m, rows.n, rows.k, 5e-6 + 2 * (seconds - 5e-6))
-    attention = fit.fit_attention(rows, twice, 3e12, "made up")
+    attention = chips_fit.fit_attention(rows, twice, 3e12, "made up")
     assert attention.error.mean < 0.05
     assert (
         attention.error_full
@@ -163,7 +163,7 @@ def test_a_row_that_took_too_long_moves_a_fit_less_than_one_that_took_too_short(
         disturbed = rows.seconds.copy()
         disturbed[::4] *= times
         made = fit.MatmulRows(rows.m, rows.n, rows.k, disturbed)
-        table = fit.fit_matmuls(made, RATES, "", fit.M_KNOTS, fit.NK_KNOTS)
+        table = fit.fit_matmuls(made, RATES, "", M_KNOTS, NK_KNOTS)
         want = 1.3 * (3e-6 + 2e9 / 8e14 + 6e6 / 3e12)
         off.append(abs(math.log(table.seconds(1000, 1000, 1000) / want)))
     assert off[0] < off[1]

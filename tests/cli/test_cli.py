@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 from jaxoverlap.cli import app
 from jaxoverlap.cli.shell.options import parse_axes
 from jaxoverlap.flags import PRESETS, preset
-from jaxoverlap.flags.sources import DATES
+from jaxoverlap.flags.presets import DATES
 from tests.support.command import python, run, run_json
 from tests.support.pods import needs_plugin
 

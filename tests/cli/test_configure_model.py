@@ -8,7 +8,7 @@ import pytest
 from typer.testing import CliRunner
 
 from jaxoverlap.cli.app import app
-from jaxoverlap.parallelism.file import read_chosen
+from jaxoverlap.parallelism.configuration import read_chosen
 from models import gpt
 from models.configured import build, chosen
 from tests.support.pods import pytestmark  # noqa: F401 - it marks the tests of this file

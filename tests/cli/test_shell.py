@@ -21,10 +21,9 @@ from typer.testing import CliRunner
 import jaxoverlap
 from jaxoverlap.cli import app
 from jaxoverlap.cli.doctor import installed, plugins
+from jaxoverlap.cli.forms import written
 from jaxoverlap.cli.shell.errors import MEANINGS, report
 from jaxoverlap.flags import preset
-from jaxoverlap.flags.forms import Environment, written
-from jaxoverlap.hardware.cluster import parse_cluster
 from tests.support.command import python, run, run_json
 from tests.support.pods import needs_plugin
 
@@ -362,19 +361,19 @@ VALUES = {"XLA_FLAGS": "--xla_a=true --xla_b=x,y", "NCCL_X": 'it\'s $HOME "q"'}
 
 
 def test_an_sbatch_script_has_the_clusters_sizes_and_shell_quotes():
-    text = written(VALUES, Environment.SLURM, parse_cluster("h100-sxm:4x8/8"))
+    text = written(VALUES, "slurm", "h100-sxm:4x8/8")
     assert "--nodes=4\n#SBATCH --ntasks-per-node=8\n#SBATCH --gpus-per-node=8\n" in text
     shell = text.replace("srun --kill-on-bad-exit=1 python train.py", "printenv NCCL_X XLA_FLAGS")
     done = subprocess.run(["bash", "-c", shell], capture_output=True, text=True, check=True)
     assert done.stdout.splitlines() == [VALUES["NCCL_X"], VALUES["XLA_FLAGS"]]
-    assert "--nodes=HOSTS" in written(VALUES, Environment.SLURM)
+    assert "--nodes=HOSTS" in written(VALUES, "slurm")
 
 
 def test_a_containers_env_is_yaml_and_an_images_is_quoted():
     yaml = pytest.importorskip("yaml")
-    read = yaml.safe_load(written(VALUES, Environment.K8S))["env"]
+    read = yaml.safe_load(written(VALUES, "k8s"))["env"]
     assert {one["name"]: one["value"] for one in read} == VALUES
-    image = written(VALUES, Environment.DOCKERFILE).splitlines()
+    image = written(VALUES, "dockerfile").splitlines()
     assert image[0] == 'ENV XLA_FLAGS="--xla_a=true --xla_b=x,y"'
     assert image[1] == 'ENV NCCL_X="it\'s \\$HOME \\"q\\""'
 

@@ -4,9 +4,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jaxoverlap.cost import contention
 from jaxoverlap.cost.find import cost_model
-from jaxoverlap.cost.groups import ALONE, Group, Share
+from jaxoverlap.cost.groups import ALONE, Group, Share, together_s
 
 H100 = cost_model("h100-sxm:1x8")
 seconds = st.floats(1e-6, 1.0)
@@ -19,7 +18,7 @@ def _matmul_beside(moved, group, kind):
         for share in (ALONE, H100.share(kind, moved, group))
     )
     collective_s = H100.collective_s(kind, moved, group)
-    return alone_s + collective_s, contention.together_s(alone_s, beside_s, collective_s)
+    return alone_s + collective_s, together_s(alone_s, beside_s, collective_s)
 
 
 def test_a_matmul_beside_an_all_gather_by_sms_and_by_copy_engines():
@@ -37,12 +36,12 @@ def test_copies_beside_memory_bound_kernels_gain_nothing():
     copy_s = H100.memory_s(2 * num_bytes)
     beside_s = H100.memory_s(num_bytes, beside=Share(0, peak))
     alone_s = H100.memory_s(num_bytes)
-    both_s = contention.together_s(alone_s, beside_s, copy_s)
+    both_s = together_s(alone_s, beside_s, copy_s)
     assert both_s == pytest.approx(alone_s + copy_s, rel=0.25)
 
 
 @given(seconds, st.floats(1.0, 4.0), seconds)
 def test_together_is_between_the_longer_and_the_slowed_sum(alone_s, slower, collective_s):
-    both_s = contention.together_s(alone_s, alone_s * slower, collective_s)
+    both_s = together_s(alone_s, alone_s * slower, collective_s)
     assert both_s >= max(alone_s, collective_s) * (1 - 1e-9)
     assert both_s <= max(alone_s * slower, alone_s + collective_s) * (1 + 1e-9)

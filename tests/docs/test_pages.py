@@ -161,9 +161,9 @@ def test_the_letters_of_a_picture_can_be_read(picture: Path):
 
 
 def test_the_bars_of_the_operations_have_the_numbers_of_their_rows(tmp_path: Path):
-    from benchmarks import rules_picture
+    from benchmarks import pictures
 
-    rules_picture.main(tmp_path / "ops.svg")
+    pictures.draw("ops", tmp_path / "ops.svg")
     drawn, shown = (
         re.findall(r"<!-- (\d\.\d\d) -->", picture.read_text())
         for picture in (tmp_path / "ops.svg", DOCS / "ops.svg")
@@ -175,9 +175,9 @@ def test_no_two_lines_of_a_picture_look_alike(tmp_path: Path):
     """The colour, the dashes and the marker of each line of compression.svg, as it is drawn."""
     import matplotlib.pyplot as plt
 
-    from benchmarks.compression import pictures
+    from benchmarks import pictures
 
-    pictures.main(ROOT / "benchmarks/results/compression_race.jsonl", tmp_path / "a.svg")
+    pictures.draw("compression", tmp_path / "a.svg")
     lines = plt.gcf().axes[0].get_lines()[:-1]
     looks = [(line.get_color(), line.get_linestyle(), line.get_marker()) for line in lines]
     assert len(looks) == 7 == len(set(looks))

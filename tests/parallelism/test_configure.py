@@ -13,9 +13,8 @@ from typer.testing import CliRunner
 import jaxoverlap
 from benchmarks.parallelism import brute_force
 from jaxoverlap.cli.app import app
-from jaxoverlap.parallelism.configuration import AXES, Configuration
+from jaxoverlap.parallelism.configuration import AXES, Configuration, load_configuration
 from jaxoverlap.parallelism.configure import configure
-from jaxoverlap.parallelism.file import load_configuration
 from jaxoverlap.parallelism.placement import place
 from jaxoverlap.parallelism.published.models import named_model
 from jaxoverlap.parallelism.sharding import mesh_of, spec_of

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from benchmarks import parallelism
+from benchmarks.published.recipes import FRONTIER, SCALING, megatron_flops
 from jaxoverlap.cost.find import cost_or_facts
 from jaxoverlap.hardware.cluster import parse_cluster
 from jaxoverlap.parallelism import picture, traffic, work
@@ -15,7 +16,6 @@ from jaxoverlap.parallelism.iteration_time import IterationTime
 from jaxoverlap.parallelism.model import Transformer
 from jaxoverlap.parallelism.placement import place, placements
 from jaxoverlap.parallelism.published.models import named_model
-from jaxoverlap.parallelism.published.recipes import FRONTIER, SCALING, megatron_flops
 from jaxoverlap.parallelism.stack import JAX, MEGATRON
 
 MODEL = named_model("gpt-175b")

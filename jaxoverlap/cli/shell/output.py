@@ -9,6 +9,7 @@ import os
 import sys
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -118,3 +119,21 @@ def show_table(
 ) -> None:
     """Print a table."""
     say(f"{table(title, columns, rows, right=right)}\n")
+
+
+def write_pictures(
+    step: Any, html: Path | None, svg: Path | None, perfetto: Path | None, **options: Any
+) -> None:
+    """Write the requested pictures of a simulated or measured step.
+
+    Args:
+        step: the step.
+        html, svg, perfetto: the files; None: not requested.
+        options: of `to_html` and `to_svg`, such as the step to show above it.
+    """
+    if html:
+        step.to_html(html, **options)
+    if svg:
+        step.to_svg(svg, **options)
+    if perfetto:
+        step.to_perfetto(perfetto)

@@ -4,6 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import msgspec
+
+from jaxoverlap._util.files import packaged
+
 Kind = tuple[str, str, bool]  # the chip, the dtype of a layer's matmuls, whether there are experts
 
 
@@ -24,28 +28,14 @@ class Band:
         return f"{self.mean:.0%} in the mean, {self.worst:.0%} at worst, of {self.rows}"
 
 
-# `python -m benchmarks.accuracy --bands` makes these; a test holds them to the published rows.
-BANDS: dict[Kind, Band] = {
-    ("a100-sxm-40", "bf16", False): Band(20, 0.033, 0.077),
-    ("a100-sxm-80", "bf16", False): Band(25, 0.05, 0.238),
-    ("b300", "mxfp8", True): Band(6, 0.136, 0.456),
-    ("gb200", "bf16", False): Band(3, 0.091, 0.098),
-    ("gb200", "bf16", True): Band(2, 0.021, 0.024),
-    ("gb200", "fp8", False): Band(13, 0.081, 0.203),
-    ("gb200", "mxfp8", False): Band(10, 0.064, 0.12),
-    ("gb200", "mxfp8", True): Band(3, 0.219, 0.228),
-    ("gb200", "nvfp4", False): Band(9, 0.119, 0.179),
-    ("gb300", "fp8", False): Band(5, 0.16, 0.193),
-    ("gb300", "mxfp8", False): Band(5, 0.11, 0.129),
-    ("gb300", "mxfp8", True): Band(17, 0.379, 0.82),
-    ("gb300", "nvfp4", False): Band(5, 0.08, 0.116),
-    ("h100-sxm", "bf16", False): Band(20, 0.05, 0.197),
-    ("h100-sxm", "fp8", False): Band(13, 0.04, 0.155),
-    ("h100-sxm", "fp8", True): Band(5, 0.105, 0.409),
-    ("h100-sxm-500w", "bf16", False): Band(1, 0.117, 0.117),
-    ("h100-sxm-500w", "fp8", False): Band(1, 0.075, 0.075),
-    ("h200", "fp8", False): Band(2, 0.092, 0.1),
-}
+def _read() -> dict[Kind, Band]:
+    """Read bands.json; `python -m benchmarks.accuracy --bands` writes it, and a test compares."""
+    text = packaged("jaxoverlap.parallelism.published", "bands.json")
+    rows = msgspec.json.decode(text, type=list[tuple[str, str, bool, Band]])
+    return {(chip, dtype, experts): band for chip, dtype, experts, band in rows}
+
+
+BANDS = _read()
 
 
 def band(chip: str, dtype: str, *, experts: bool) -> str:

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxoverlap.profiling.formats.events import NO_DURATION, Device, DeviceEvent, Recording
-from jaxoverlap.profiling.formats.xplane import REPEATS, STREAM, detail
+from jaxoverlap.profiling.formats.xplane import REPEATS, STREAM, gpu_event
 
 _GPU = re.compile(r"/device:GPU:(\d+)")
 _COPY = re.compile(r"Memcpy ([HDP])to([HDP])")
@@ -93,10 +93,9 @@ def _nothing(complete: list[_Raw]) -> str:
     )
 
 
-def _event(event: _Raw, stream: str, detail: str, **more: Any) -> DeviceEvent:
-    start_ns = event["ts"] * 1e3
-    name = str(event.get("name", ""))
-    return DeviceEvent(stream, name, start_ns, start_ns + event["dur"] * 1e3, detail=detail, **more)
+def _named_times(event: _Raw) -> tuple[str, float, float]:
+    """Return an event's name, its start in ns, and how many ns it took."""
+    return str(event.get("name", "")), event["ts"] * 1e3, event["dur"] * 1e3
 
 
 # -- PyTorch --------------------------------------------------------------------------------------
@@ -106,10 +105,12 @@ def _torch(complete: list[_Raw]) -> Iterator[_Found]:
     for event in complete:
         if event.get("cat") in _TORCH:
             args = event.get("args", {})
-            match = _COPY.search(str(event.get("name", "")))
+            name, start_ns, duration_ns = _named_times(event)
+            match = _COPY.search(name)
             copied = "Memcpy{}2{}".format(*match.groups()) if match else ""
             stream = f"Stream #{args.get('stream', event.get('tid'))}"
-            yield int(args.get("device", 0)), _event(event, stream, copied)
+            ran = DeviceEvent(stream, name, start_ns, start_ns + duration_ns, detail=copied)
+            yield int(args.get("device", 0)), ran
 
 
 def _marks(complete: list[_Raw]) -> list[float]:
@@ -143,19 +144,6 @@ def _jax(raw: list[_Raw], complete: list[_Raw], ignored: Counter[str]) -> Iterat
             continue
         line = lines.get((event.get("pid"), event.get("tid")), "")
         if stream := STREAM.match(line):
-            yield number, _jax_event(event, stream.group())
+            yield number, gpu_event(stream.group(), *_named_times(event), event.get("args", {}))
         elif line not in REPEATS:
             ignored[line or "a line without a name"] += 1
-
-
-def _jax_event(event: _Raw, stream: str) -> DeviceEvent:
-    args = event.get("args", {})
-    return _event(
-        event,
-        stream,
-        detail(str(event.get("name", "")), args),
-        op=str(args.get("hlo_op", "")),
-        module=str(args.get("hlo_module", "")),
-        program=int(args.get("program_id", -1)),
-        op_name=str(args.get("name", "")),
-    )

@@ -124,26 +124,30 @@ def _gpu_events(plane: Any, ignored: Counter[str]) -> Iterator[DeviceEvent]:
             if no_work := next((s for s in _NO_WORK if s in stats), None):
                 ignored[no_work.removesuffix("_details")] += 1
             elif event.duration_ns > 0:
-                yield _gpu_event(stream.group(), event, stats)
+                times = (event.start_ns, event.duration_ns)
+                yield gpu_event(stream.group(), event.name, *times, stats)
             else:
                 ignored[NO_DURATION] += 1
 
 
-def _gpu_event(stream: str, event: Any, stats: dict[str, Any]) -> DeviceEvent:
+def gpu_event(
+    stream: str, name: str, start_ns: float, duration_ns: float, stats: Mapping[str, Any]
+) -> DeviceEvent:
+    """Return what a GPU ran, by the names that XLA's profiler gives to a kernel's stats."""
     return DeviceEvent(
         stream=stream,
-        name=event.name,
-        start_ns=event.start_ns,
-        end_ns=event.start_ns + event.duration_ns,
+        name=name,
+        start_ns=start_ns,
+        end_ns=start_ns + duration_ns,
         op=str(stats.get("hlo_op", "")),
         module=str(stats.get("hlo_module", "")),
         program=int(stats.get("program_id", -1)),
         op_name=str(stats.get("name", "")),
-        detail=detail(event.name, stats),
+        detail=_detail(name, stats),
     )
 
 
-def detail(name: str, stats: Mapping[str, Any]) -> str:
+def _detail(name: str, stats: Mapping[str, Any]) -> str:
     """Return what kind of copy or graph a GPU's event is; empty for a kernel."""
     if "memcpy_details" in stats:
         return _COPIES.get(name, name)

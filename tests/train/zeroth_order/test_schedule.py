@@ -9,8 +9,8 @@ import pytest
 from jax.sharding import AxisType, Mesh
 
 import jaxoverlap
+from benchmarks.zeroth_order.steps import in_host_memory
 from jaxoverlap import parse_cluster
-from jaxoverlap.hardware.host_memory import in_host_memory
 from jaxoverlap.hardware.pods import compiler_options, devices
 from jaxoverlap.simulation.host_copies import FROM_HOST, TO_HOST
 from jaxoverlap.train import zeroth_order as zo

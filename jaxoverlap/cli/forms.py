@@ -5,19 +5,8 @@ from __future__ import annotations
 import json
 import shlex
 from collections.abc import Mapping
-from enum import StrEnum
 
-from jaxoverlap.hardware.cluster import Cluster
-
-
-class Environment(StrEnum):
-    """A form in which environment variables are written."""
-
-    ENV = "env"
-    SLURM = "slurm"
-    K8S = "k8s"
-    DOCKERFILE = "dockerfile"
-
+from jaxoverlap.hardware.cluster import Cluster, parse_cluster
 
 ENVIRONMENT_HELP = (
     "env: a file for a shell to source. slurm: an sbatch script. k8s: the `env:` of a container. "
@@ -25,27 +14,38 @@ ENVIRONMENT_HELP = (
 )
 
 
-def written(variables: Mapping[str, str], form: Environment, cluster: Cluster | None = None) -> str:
+def xla_flags(options: Mapping[str, str]) -> str:
+    """Write compiler options as a line for XLA_FLAGS, which has other names for values of enums."""
+    from jaxoverlap.flags import FLAGS
+
+    return " ".join(
+        f"--{name}={FLAGS[name].in_xla_flags(value) if name in FLAGS else value}"
+        for name, value in options.items()
+    )
+
+
+def written(variables: Mapping[str, str], form: str, cluster: str | None = None) -> str:
     """Write environment variables.
 
     Args:
         variables: values by name.
-        form: the form to write.
+        form: the form to write: "env", "slurm", "k8s" or "dockerfile".
         cluster: gives an sbatch script its nodes, tasks and GPUs; None: the user fills them in.
     """
-    if form is Environment.SLURM:
-        return _slurm(variables, cluster)
-    if form is Environment.K8S:
+    if form == "slurm":
+        return _slurm(variables, parse_cluster(cluster) if cluster else None)
+    if form == "k8s":
         entries = [f"  - name: {n}\n    value: {json.dumps(v)}\n" for n, v in variables.items()]
         return "env:\n" + "".join(entries)
-    if form is Environment.DOCKERFILE:
+    if form == "dockerfile":
         # Docker expands $ in ENV; JSON's escapes of quotes and backslashes are Docker's too.
         escaped = {n: json.dumps(v).replace("$", "\\$") for n, v in variables.items()}
         return "".join(f"ENV {name}={value}\n" for name, value in escaped.items())
-    return _exports(variables)
+    return exports(variables)
 
 
-def _exports(variables: Mapping[str, str]) -> str:
+def exports(variables: Mapping[str, str]) -> str:
+    """Write environment variables for a shell to source."""
     return "".join(f"export {name}={shlex.quote(value)}\n" for name, value in variables.items())
 
 
@@ -59,7 +59,7 @@ def _slurm(variables: Mapping[str, str], cluster: Cluster | None) -> str:
         f"#SBATCH --nodes={nodes}\n"
         f"#SBATCH --ntasks-per-node={tasks}\n"
         f"#SBATCH --gpus-per-node={gpus}\n"
-        f"{_exports(variables)}"
+        f"{exports(variables)}"
         "# The script calls jax.distributed.initialize(), which reads SLURM's variables.\n"
         "srun --kill-on-bad-exit=1 python train.py\n"
     )

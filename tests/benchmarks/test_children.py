@@ -7,12 +7,12 @@ import time
 
 import pytest
 
-from benchmarks.forks import import_first, in_fork
+from benchmarks.children import import_first, in_fork
 
 
 @pytest.fixture(scope="module", autouse=True)
 def server():
-    import_first(["tests.benchmarks.test_forks"])
+    import_first(["tests.benchmarks.test_children"])
 
 
 def returns(number: int) -> dict[str, object]:
