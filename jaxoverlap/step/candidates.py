@@ -120,15 +120,15 @@ def overlapped(step: StepContext, terms: Terms, options: Options) -> StepCandida
         candidate = candidates_of(unringed).fastest()
     else:
         candidate = in_halves(step, unringed, candidates_of)
-    if terms.prices and options.chooses:
-        candidate = _with_late_sums(step, unringed, candidate)
+    if options.late_sums or (terms.prices and options.chooses):
+        candidate = _with_late_sums(step, unringed, candidate, anyway=options.late_sums)
     return replace(candidate, unringed=whole_rows.spmd)
 
 
 def _with_late_sums(
-    step: StepContext, unringed: Unringed, candidate: StepCandidate
+    step: StepContext, unringed: Unringed, candidate: StepCandidate, *, anyway: bool
 ) -> StepCandidate:
-    """Add up sums behind their scans, if the step is faster so by estimate."""
+    """Add up sums behind their scans, if the step is faster so by estimate, or anyway."""
     edited = unringed.edited if candidate.edited is step.edited else candidate.edited
     base = edited.before if edited.before and edited.has(ShareViews) else edited
     if candidate.plan.cut and not unringed.is_split:
@@ -140,11 +140,12 @@ def _with_late_sums(
     edited = apply(base, [*late, ShareViews()])
     new = replace(candidate, edited=edited)
     spmd = _partitioned(step, new)
-    gain = 1 - step.estimate(spmd).step_s / seconds(candidate)
-    if changed(step.plain, spmd) or gain < LATE_SUMS_GAIN:
+    step_s = step.seconds(spmd)
+    pays = step_s is not None and step_s < seconds(candidate) * (1 - LATE_SUMS_GAIN)
+    if changed(step.plain, spmd) or not (pays or anyway):
         return candidate
     plan = msgspec.structs.replace(candidate.plan, edits=edited.edits)
-    return replace(new, plan=plan, step_s=step.estimate(spmd).step_s, spmd=spmd)
+    return replace(new, plan=plan, step_s=step_s, spmd=spmd)
 
 
 class _Candidates:

@@ -27,7 +27,7 @@ from jaxoverlap.passes.layouts.pins import Pins, pinnable
 from jaxoverlap.passes.layouts.search import LayoutSearch, PricedLayout
 from jaxoverlap.passes.planning.entries import source_of
 from jaxoverlap.passes.rewriting.pin_results import pinned_results
-from jaxoverlap.plan.edits import ORDER, Edit, Pin, in_order
+from jaxoverlap.plan.edits import ORDER, DropTypes, Edit, Pin, PinResults, in_order
 from jaxoverlap.plan.halves import Halves
 from jaxoverlap.plan.layouts import KeptEdit, Layouts, PinnedResult
 from jaxoverlap.plan.limits import GAIN, LAYOUT_EQUATIONS, LAYOUT_MEMORY, RIVAL_LAYOUTS
@@ -60,8 +60,8 @@ class Unringed:
 
     @property
     def differs(self) -> bool:
-        """Whether it differs from the original step."""
-        return bool(self.layouts and self.layouts.changes) or self.is_split
+        """Whether it differs from the original step in more than pins of the step's results."""
+        return any(not isinstance(e, DropTypes | PinResults) for e in self.edited.edits)
 
     @property
     def is_split(self) -> bool:
@@ -79,13 +79,16 @@ def with_layouts(
         options: what was asked for.
         overlapped_s: estimates the seconds of a step with layouts, once it is overlapped.
     """
-    evaluator = _Evaluator(step)
-    if not options.layouts or not step.cost or step.explicit:  # there types say how values lie
-        return evaluator.at(())
-    mode, cost = options.layouts, step.cost
-    layouts, edits = step.once(
-        ("layouts", mode), lambda: _searched(evaluator, cost, mode, overlapped_s)
-    )
+    evaluator, mode, cost = _Evaluator(step), options.layouts, step.cost
+    layouts: Layouts | None = None
+    if options.pins is not None and not step.explicit:
+        edits = options.pins
+    elif mode and cost and not step.explicit:  # there types say how values lie
+        layouts, edits = step.once(
+            ("layouts", mode), lambda: _searched(evaluator, cost, mode, overlapped_s)
+        )
+    else:
+        edits = ()
     unringed = evaluator.at(edits)
     if edits and (changed(step.plain, unringed.spmd) or _astray(unringed.spmd, step.mesh)):
         return evaluator.at(())

@@ -9,6 +9,7 @@ from typing import Literal
 from jaxoverlap.cost.model import CostModel
 from jaxoverlap.hardware.cluster import Cluster
 from jaxoverlap.passes.scheduling.scheduler import Scheduler
+from jaxoverlap.plan.edits import Edit
 from jaxoverlap.plan.plan import FSDP, Plan, Variant
 
 OnError = Literal["raise", "plain"]
@@ -25,12 +26,14 @@ class Options:
     Attributes:
         cluster, skip, on_error, granularity, fsdp, schedule: as in `overlap`.
         layouts: as in `overlap`; "advise" also leaves out all pins that are not needed.
+        pins: edits of the layout to take, in place of a search; None to search as `layouts` says.
         halves: as in `overlap`.
         streams: as in `overlap`.
         unroll: how many steps of a cut scan stand in one body of its loop, if `halves` is a number.
         rings: whether matmuls may become rings; if not, weights are gathered ahead all the same.
         layers_ahead: whether all weights of a layer are gathered ahead, as one, whatever it costs;
             if not, the search tries it.
+        late_sums: the same for sums over the batch that leave their scans.
         plan: the plan to follow; it says all that the options above say.
         operations, agree_within_s, never_slower: as in `overlap`.
         prices: the cost model to decide by; None for the package's of the cluster.
@@ -43,11 +46,13 @@ class Options:
     fsdp: FSDP = "prefetch"
     schedule: Scheduler | None = None
     layouts: LayoutMode | None = "repair"
+    pins: tuple[Edit, ...] | None = None
     halves: HalvesMode = "auto"
     streams: StreamMode = "auto"
     unroll: int = 1
     rings: bool = True
     layers_ahead: bool = False
+    late_sums: bool = False
     plan: Plan | None = None
     operations: Operations = "take over"
     agree_within_s: float = 20.0

@@ -36,7 +36,7 @@ from jaxoverlap.passes.edited import EditedStep, misfit
 from jaxoverlap.plan.edits import SumLate
 
 _ADDS = ("add", "add_any")
-_VIEWS = ("reshape", "transpose", "squeeze", "neg")
+_VIEWS = ("reshape", "transpose", "squeeze", "neg", "sharding_constraint")
 _Cut = tuple[tuple[int, tuple[str, ...]], ...]  # dims of an operand, and the mesh axes on each
 
 
@@ -160,9 +160,11 @@ def _tail(body: Any, var: Any) -> _Tail | None:
             return True
         if not (_is_linear(eqn) and all(map(follow, compat.variables(eqn.invars)))):
             return False
-        # Types have no shardings here, and behind the scan there is a dim more.
-        own = {name: None for name in ("sharding", "out_sharding") if name in eqn.params}
-        tail.eqns.append(eqn.replace(params={**eqn.params, **own}))
+        if eqn.primitive.name != "sharding_constraint":
+            # Types have no shardings here, and behind the scan there is a dim more.
+            own = {name: None for name in ("sharding", "out_sharding") if name in eqn.params}
+            eqn = eqn.replace(params={**eqn.params, **own})
+        tail.eqns.append(eqn)
         tail.places.add(uses.made[value])
         return True
 

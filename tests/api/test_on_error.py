@@ -33,9 +33,9 @@ STAGES = (
         "context.made_for",
         "candidates.bodies",
         "candidates.decide",
-        "candidates.rewrite",
+        "candidates.apply",
     ),
-    *("candidates.prefetch", "share", "program.options_for"),
+    *("rewrite", "share", "program.options_for"),
 )
 
 
@@ -46,7 +46,9 @@ def fault(request, monkeypatch) -> None:
     def fail(*_, **__):
         raise KeyError("Var(id=1)")
 
-    where = {"share": "passes.planning.decide.share"}.get(request.param, f"step.{request.param}")
+    in_passes = {"share": "planning.decide.share", "rewrite": "rewriting.rewrite.rewrite"}
+    at = in_passes.get(request.param)
+    where = f"passes.{at}" if at else f"step.{request.param}"
     monkeypatch.setattr(f"jaxoverlap.{where}", fail)
 
 

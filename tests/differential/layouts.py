@@ -11,11 +11,11 @@ from jaxoverlap.passes.analysis.flatten import flatten
 from jaxoverlap.passes.layouts.dims import DimNames
 from jaxoverlap.passes.layouts.layout import by_size, spec_of
 from jaxoverlap.passes.layouts.pins import pinnable
-from jaxoverlap.plan.layouts import Layouts, PinnedResult
+from jaxoverlap.plan.edits import Pin
 from tests.differential.case import Case
 
 
-def drawn_layouts(case: Case) -> Layouts:
+def drawn_layouts(case: Case) -> tuple[Pin, ...]:
     """Pin about three of four matmuls of a case to a layout drawn from its name."""
     rng = np.random.default_rng(zlib.crc32(case.name.encode()))
     jaxpr, sizes = _traced(case.built(False)), dict(case.mesh.shape)
@@ -27,16 +27,8 @@ def drawn_layouts(case: Case) -> Layouts:
         out = dot.eqn.outvars[0]
         spec = spec_of(dims.of(out), out.aval.shape, layout, sizes)
         if rng.random() < 0.75:
-            pins.append(PinnedResult(site=dot.index, source="", type="", spec=spec))
-    return Layouts(
-        pins=tuple(pins),
-        plain_s=0,
-        step_s=0,
-        plain_peak_bytes=0,
-        peak_bytes=0,
-        memory_bytes=0,
-        questions=0,
-    )
+            pins.append(Pin(site=dot.index, spec=spec))
+    return tuple(pins)
 
 
 def _traced(case: Case):

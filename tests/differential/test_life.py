@@ -47,6 +47,12 @@ def test_layers_that_are_gathered_ahead_change_nothing():
     assert differing(range(TOGETHER), among=SCANS, options=LAYERS_AHEAD) == {}
 
 
+@pytest.mark.parametrize("halves", [None, 2])
+def test_sums_that_leave_their_scans_change_nothing(halves):
+    options = Options(late_sums=True, layouts=None, halves=halves)
+    assert differing(range(TOGETHER), among=SCANS, options=options) == {}
+
+
 def test_where_xla_refuses_a_step_the_error_is_xlas_own():
     """If XLA comes to compile this one, take another that it refuses."""
     comparison = compared(draw(2005))

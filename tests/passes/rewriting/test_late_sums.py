@@ -53,6 +53,7 @@ def step_of(*, remat: bool = True, dtype=jnp.float32):
 
 def arguments(mesh, dtype=jnp.float32):
     rng = np.random.default_rng(0)
+    rows = None if AxisType.Explicit in mesh.axis_types else "fsdp"  # JAX gathers none of itself
 
     def array(spec, *shape, dtype=dtype):
         return jax.device_put(
@@ -62,8 +63,8 @@ def arguments(mesh, dtype=jnp.float32):
     w = {
         "scale": array(P(), L, D, dtype=jnp.float32),
         "bias": array(P(), L, F),
-        "up": array(P(None, "fsdp"), L, D, F),
-        "down": array(P(None, None, "fsdp"), L, F, D),
+        "up": array(P(None, rows), L, D, F),
+        "down": array(P(None, None, rows), L, F, D),
     }
     return w, array(P("fsdp"), B, S, D)
 
