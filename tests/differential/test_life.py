@@ -94,14 +94,6 @@ def test_a_thousand_drawn_steps_on_explicit_and_automatic_axes(first: int, halve
 
 
 @pytest.mark.nightly
-@pytest.mark.parametrize("halves", [None, 2])
-@pytest.mark.parametrize("first", range(20, 500, TOGETHER))
-def test_drawn_sums_that_leave_their_scans(first: int, halves: int | None):
-    options, seeds = Options(late_sums=True, halves=halves), range(first, first + TOGETHER)
-    assert differing(seeds, among=WITH_NORMS, always=True, options=options) == {}
-
-
-@pytest.mark.nightly
 @pytest.mark.parametrize("halved", [False, True])
 @pytest.mark.parametrize("first", range(0, 1000, TOGETHER))
 def test_a_thousand_drawn_convolutions_groups_and_transforms(first: int, halved: bool):
