@@ -78,7 +78,8 @@ def estimate(
         nvlink_stream: whether NVLink's collectives get a stream of their own (`flags/required.py`);
             else all collectives share one.
         joined_bytes: bytes that XLA may gather with one all-gather: those that need nothing but
-            what their computation was given are then one. 0 for each by itself.
+            what their computation was given are then one; so are the scatters of a loop's body that
+            nothing in it waits for, under the next iteration. 0 for each by itself.
     """
     return _Estimator(module, cost, nvlink_stream, joined_bytes).computation(module.entry)
 
@@ -121,13 +122,16 @@ class _Estimator:
         positions: dict[str, int] = {}
         flights: dict[int, str] = {}
         total, slowed_s = _NOTHING, 0.0
+        later = self._later_scatters(name, body)
         body, groups = self._with_joined(name, body)
+        groups |= later
         for i in body:
-            group = groups.get(i.name, (i,))
-            operands = (o.partition("#")[0] for one in group for o in one.operands)
-            needs = tuple(dict.fromkeys(positions[o] for o in operands))
             if i.name in positions:
                 continue  # it came with another
+            group = groups.get(i.name, (i,))
+            operands = (o.partition("#")[0] for one in group for o in one.operands)
+            # One that is left for the next iteration flies from the start of that.
+            needs = () if i.name in later else tuple(dict.fromkeys(positions[o] for o in operands))
             if (c := self._collectives.get((name, i.name))) is not None:
                 sent = (self._collectives[name, one.name].bytes_moved for one in group)
                 c = replace(c, bytes_moved=sum(sent))
@@ -179,6 +183,35 @@ class _Estimator:
         first = _needed(body, joined) | joined
         order = sorted(body, key=lambda i: (i.name not in first, i.name in joined))
         return order, {group[0].name: group for group in groups}
+
+    def _later_scatters(
+        self, name: str, body: Sequence[hlo.Instruction]
+    ) -> dict[str, tuple[hlo.Instruction, ...]]:
+        """Return the scatters of a loop's body that nothing in it waits for, as they are joined.
+
+        XLA joins those of a layer's gradients, and in a double-buffered loop they run under the
+        next iteration. Each group is by the name of its first one.
+        """
+        if not self._joined_bytes or name not in self._loops:
+            return {}
+        leaves, scatters = set[str](), dict[str, list[hlo.Instruction]]()
+        users = hlo.users(body)
+        for i in reversed(body):
+            c = self._collectives.get((name, i.name))
+            light = i.opcode not in _LATE or (c is not None and c.kind == "reduce-scatter")
+            if not light or not all(user.name in leaves for user in users[i.name]):
+                continue
+            leaves.add(i.name)
+            if c is not None:
+                scatters.setdefault(i.attribute("replica_groups"), []).insert(0, i)
+        groups = (g for some in scatters.values() for g in _up_to(some, self._joined_bytes))
+        return {group[0].name: tuple(group) for group in groups}
+
+    @functools.cached_property
+    def _loops(self) -> set[str]:
+        """The computations that are bodies of loops."""
+        every = (i for body in self._module.computations.values() for i in body)
+        return {i.attribute("body").lstrip("%") for i in every if i.opcode == "while"}
 
     def _ordered(
         self,

@@ -244,3 +244,41 @@ def test_gathers_that_wait_for_nothing_are_one(most: int):
     wanted = sum(COST.collective_s("all-gather", size, group) for size in sizes)
     assert found.communication_s["NVLink"] == pytest.approx(wanted)
     assert found.bytes_moved["NVLink"] == 3 * sent
+
+
+SCATTER = f"{GATHER}, to_apply=%sum"
+LOOP = f"""HloModule jit_step
+
+{SUM}
+%body (t: (s32[], {X}, {PART}, {PART})) -> (s32[], {X}, {PART}, {PART}) {{
+  %t = (s32[], {X}, {PART}, {PART}) parameter(0)
+  %i = s32[] get-tuple-element(%t), index=0
+  %x = {X} get-tuple-element(%t), index=1
+  %y = {X} dot(%x, %x), {DOT}
+  %one = {PART} reduce-scatter(%y), {SCATTER}
+  %z = {X} dot(%y, %y), {DOT}
+  %other = {PART} reduce-scatter(%z), {SCATTER}
+  ROOT %r = (s32[], {X}, {PART}, {PART}) tuple(%i, %z, %one, %other)
+}}
+%condition (t: (s32[], {X}, {PART}, {PART})) -> pred[] {{
+  %t = (s32[], {X}, {PART}, {PART}) parameter(0)
+  %i = s32[] get-tuple-element(%t), index=0
+  %n = s32[] constant(4)
+  ROOT %c = pred[] compare(%i, %n), direction=LT
+}}
+ENTRY %main (t: (s32[], {X}, {PART}, {PART})) -> (s32[], {X}, {PART}, {PART}) {{
+  %t = (s32[], {X}, {PART}, {PART}) parameter(0)
+  ROOT %l = (s32[], {X}, {PART}, {PART}) while(%t), condition=%condition, body=%body, backend_config={{"known_trip_count":{{"n":"4"}}}}
+}}
+"""
+
+
+@pytest.mark.parametrize("most", [0, BYTES])
+def test_scatters_that_nothing_waits_for_are_one_under_the_next_iteration(most: int):
+    group, sent = Group(8, 1), BYTES // 8 * 7
+    found = estimate(hlo.parse_partitioned(LOOP, 8), COST, joined_bytes=most)
+    one_s = COST.collective_s("reduce-scatter", sent, group)
+    both_s = COST.collective_s("reduce-scatter", 2 * sent, group)
+    assert found.communication_s["NVLink"] == pytest.approx(4 * (both_s if most else 2 * one_s))
+    # The second one has nothing to hide behind but the next iteration.
+    assert found.exposed_s == (pytest.approx(0, abs=1e-9) if most else pytest.approx(4 * one_s))
