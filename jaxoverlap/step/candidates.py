@@ -120,7 +120,8 @@ def overlapped(step: StepContext, terms: Terms, options: Options) -> StepCandida
         candidate = candidates_of(unringed).fastest()
     else:
         candidate = in_halves(step, unringed, candidates_of)
-    if options.late_sums or (terms.prices and options.chooses):
+    wanted = options.late_sums or (terms.prices and options.chooses)
+    if wanted and not step.explicit:  # there types say how values lie
         candidate = _with_late_sums(step, unringed, candidate, anyway=options.late_sums)
     return replace(candidate, unringed=whole_rows.spmd)
 
