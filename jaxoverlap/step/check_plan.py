@@ -219,10 +219,7 @@ def facts_of(plan: Plan, jaxpr: Any, mesh: Mesh, options: Mapping[str, Any]) -> 
         "mesh": mesh_text(plan.mesh),
         "order of the mesh's devices": _short(repr(order)),
         "cluster": origin.cluster or "not known",
-        "halves": _rows(plan),
-        **{
-            f"matmul {e.site}": "skipped" if isinstance(e, Skip) else _does(e) for e in plan.entries
-        },
+        **{f"edit {number}": str(edit) for number, edit in enumerate(plan.edits)},
         **{f"XLA option {name}": str(value) for name, value in sorted(options.items())},
         "hash of the step": origin.step[:12],
         "hash of the rewritten step": fingerprint(jaxpr)[:12],
@@ -278,17 +275,3 @@ def _entry(
     if not isinstance(before, Decision) or before.variant != now.variant:
         return now
     return msgspec.structs.replace(now, why=before.why, others=before.others)
-
-
-def _rows(plan: Plan) -> str:
-    """Say in how many parts the rows of a step run."""
-    if plan.cut is None:
-        return "rows whole"
-    return f"rows in {plan.cut.parts} parts, scans unrolled {plan.cut.unroll} times"
-
-
-def _does(entry: Decision | Skip) -> str:
-    if isinstance(entry, Skip):
-        return f"skip ({entry.reason})"
-    ring = "" if entry.ring == entry.site else f", ring {entry.ring}"
-    return f"{entry.kind} over {entry.axis}, {entry.variant}, {entry.num_chunks} chunks{ring}"
