@@ -1,4 +1,4 @@
-"""Equations of one jaxpr are written into another: a call is opened, a function is traced in place.
+"""Inline equations into a jaxpr: those of a call's body, or those of a function traced for it.
 
 Written against jax 0.11.2 and 0.12.0, as `compat`.
 """

@@ -30,7 +30,7 @@ _SCATTER = "stablehlo.scatter"
 
 
 def options(folder: Path) -> dict[str, str]:
-    """The compiler options by which Shardy writes into a folder, and XLA next to nothing."""
+    """Return the options by which Shardy dumps its modules to a folder, and XLA hardly anything."""
     return {
         "xla_dump_to": str(folder),
         "xla_dump_hlo_pass_re": "shardy.*",
@@ -166,7 +166,7 @@ def _maker(value: Any) -> Any:
 
 
 def _spec_of(value: Any) -> Spec | None:
-    """Return how a value lies; without a sharding of its own it is whole on every device."""
+    """Return a value's sharding in the module; a value without one is replicated."""
     rank = ir.RankedTensorType(value.type).rank
     op = _maker(value)
     number = value.arg_number if op is None else value.result_number

@@ -27,7 +27,7 @@ class ModuleScheduler(Protocol):
         ...
 
     def failed(self, reason: str) -> None:
-        """Take note that XLA's order is kept, and why."""
+        """Record the reason for which a module was compiled in XLA's order instead."""
         ...
 
 

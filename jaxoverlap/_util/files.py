@@ -14,7 +14,7 @@ import msgspec
 
 
 def kept_folder() -> Path:
-    """The folder in the user's cache for what is kept from run to run; it need not be there."""
+    """Return this library's folder in the user's cache directory; it may not exist yet."""
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "jaxoverlap"
 
 

@@ -1,4 +1,4 @@
-"""Define `overlap`, the one line at the call site, and `tune`, which finds the fastest plan."""
+"""Define `overlap`, the decorator of train steps, and `tune`, which finds their fastest plan."""
 
 from __future__ import annotations
 

@@ -239,7 +239,7 @@ def _programs(grid: Grid) -> Iterator[tuple[tuple[Any, ...], Callable[[], Clock]
 
 
 def _beside(computes: bool, sends: bool, a: jax.Array, b: jax.Array, x: jax.Array) -> Any:
-    """Run a few matmuls, and beside them a few permutes that none of them waits for."""
+    """Run a few matmuls, and concurrently a few permutes that no matmul depends on."""
     for _ in range(_BESIDE):
         if computes:
             a = jnp.dot(a, b)

@@ -41,7 +41,7 @@ Sent = tuple[str, int, Group]  # a collective: its kind, the bytes that a device
 
 @dataclass(frozen=True)
 class Share:
-    """The resources that running collectives take from compute beside them: Lagom's two terms.
+    """The resources that running collectives take from concurrent kernels: Lagom's two terms.
 
     Attributes:
         sms: streaming multiprocessors.
@@ -80,7 +80,7 @@ _CROWDING_SMS = 16
 
 
 def compute_factor(waves: float, beside: Share, chip: Chip) -> float:
-    """Return how many times longer the work of a kernel bound by its SMs takes beside a collective.
+    """Return the slowdown of a kernel bound by its SMs while collectives run.
 
     It needs more waves on the SMs that are left (FlashOverlap, arXiv 2504.19519), and each wave
     waits for the memory as often as the collective's SMs have it. The second factor is an

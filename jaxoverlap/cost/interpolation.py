@@ -11,7 +11,7 @@ import msgspec
 
 
 class FitError(msgspec.Struct, frozen=True):
-    """The error of a fit on rows that it did not see: |predicted / measured - 1|.
+    """The error of a fit on held-back measurements: |predicted / measured - 1|.
 
     Attributes:
         rows: how many rows were held back.

@@ -348,7 +348,7 @@ class CostModel:
         return max(peak - beside.memory_bytes_per_s, peak / 10)
 
     def _known(self, kind: str, bytes_moved: int) -> str:
-        """Return the measured kind as which a kind is priced."""
+        """Return the kind of collective whose measured curves estimate the time of another kind."""
         if bytes_moved < 0:
             raise ValueError(f"a {kind} of {bytes_moved} bytes: give zero or more")
         known = _COUNTED_AS.get(kind, kind)

@@ -69,7 +69,7 @@ class Channels:
             raise ValueError(f"{self}: give at least one channel, one byte and one thread")
 
     def bytes_per_s(self, compute_capability: tuple[int, int]) -> float:
-        """Return their rate together: each sends a chunk, then waits a step over NVLink to go on.
+        """Return the channels' total rate: each sends a chunk, then waits for a step over NVLink.
 
         A channel's own rate is that of NCCL's tuning model (ring, LL128). The terms for chunks and
         threads are reconstructions: Lagom says that the rate rises with C, and little with NT, and

@@ -76,7 +76,7 @@ class MatmulTable(_Rates, frozen=True):
         return batch * (self.element_bytes * (m * k + k * n) + self.result_bytes * m * n)
 
     def seconds(self, m: int, n: int, k: int, batch: int = 1) -> float:
-        """Return seconds alone on the chip; a batch is looked up as that many times more rows."""
+        """Return the seconds of a matmul alone on the chip; the factor is that of m * batch."""
         base = (
             self.launch_s
             + 2.0 * batch * m * n * k / self.flops_per_s

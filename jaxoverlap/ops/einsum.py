@@ -213,7 +213,7 @@ def _batch_dims(array: Array, batch: str) -> tuple[Array, str]:
 
 
 def stays_plain(*operands: Array) -> bool:
-    """Return whether an operation stays plain: manual code and explicit axes say all themselves."""
+    """Return whether an operation stays plain, as in manual code and on explicit axes."""
     meshes = [jax.sharding.get_abstract_mesh()]
     meshes += [jax.typeof(x).sharding.mesh for x in operands]
     return any(

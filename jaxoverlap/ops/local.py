@@ -56,7 +56,7 @@ class LocalGroup:
 
 
 class _Apart(Exception):
-    """The terms of a sum lie in different ways."""
+    """Raised where the terms of a sum would be sharded differently."""
 
 
 def local_group(
@@ -157,7 +157,7 @@ class _Writer:
         self.steps.append(step)
 
     def matmul(self, dot: Dot, reader: Member | None) -> None:
-        """Multiply between plain collectives; a reader may read what a ring has kept."""
+        """Add a matmul without a ring; a ring's reader uses the operands that the ring gathered."""
         i, dtype = dot.index, dot.eqn.outvars[0].aval.dtype
         member = reader or _member(dot)
         matmul = self.known(dot)
@@ -200,7 +200,7 @@ class _Writer:
         self.steps.append(step)
 
     def known(self, dot: Dot) -> ShardedMatmul:
-        """Return a matmul with its shardings; a side whose sharding is not known is taken whole."""
+        """Return a matmul with its shardings; a side of unknown sharding counts as replicated."""
         told = self.told[dot.index]
         ndims = [v.aval.ndim for v in (*dot.eqn.invars, dot.eqn.outvars[0])]
         specs = [((),) * n if s is None else s for s, n in zip(told[:3], ndims, strict=True)]
@@ -238,7 +238,7 @@ class Alone:
 
 
 def alone(matmul: ShardedMatmul, *, owner: bool = False) -> Alone:
-    """Lay out a matmul without a ring: each axis shares its work where that moves the fewest bytes.
+    """Shard a matmul without a ring: each axis along the letter for which the fewest bytes move.
 
     Args:
         matmul: the matmul, as it lies around the operation.

@@ -1,4 +1,4 @@
-"""Partition an operation: decide with the rules of the whole road, and write one device's part.
+"""Partition an operation: decide on rings as for a step, and write one device's program.
 
 XLA's partitioner has settled how the operands and the results lie, and asks. The matmuls are
 decided on as the body of a step would be (`passes/planning`): rings, who shares them, what they
@@ -99,7 +99,7 @@ def _unspread(group: MatmulGroup, avals: Sequence[Any]) -> list[Any]:
 
 
 def _shardings(group: MatmulGroup, operands: Told, results: Told) -> dict[int, Shardings]:
-    """Return the shardings of each matmul; the terms of a sum lie as the sum."""
+    """Return the shardings of each matmul; the terms of a sum have the sum's sharding."""
     number, told = itertools.count(), {}
     for output, result in zip(group.outputs, results, strict=True):
         for _ in output:
@@ -131,7 +131,7 @@ def _terms(mesh: Mesh, by_copy: bool) -> Terms:
         groups = {axis: replace(group, by_copy=False) for axis, group in groups.items()}
 
     def exposed(ring: Ring) -> float | None:
-        """Take a sum over the network to hide: mostly a weight's gradient, which nobody awaits."""
+        """Return the exposed seconds assumed of a ring's collective: 0 for a sum over the network."""
         assert prices is not None
         network = groups[ring.axis].domains > 1
         if network and ring.kind in ("reduce_scatter", "all_reduce"):

@@ -109,7 +109,7 @@ class Configuration:
         return max(sum(layers[s :: self.pipeline]) for s in stages)
 
     def shard_share(self, model: Transformer) -> float:
-        """Return a device's share of weights that FSDP shards by rows, so shards are padded."""
+        """Return a device's share of FSDP's weights, whose first dim is padded to equal shards."""
         return -(-model.hidden // self.fsdp) / model.hidden
 
     def illegal(self, model: Transformer, global_batch: int, stack: Stack | None = None) -> str:

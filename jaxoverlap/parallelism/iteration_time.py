@@ -1,4 +1,4 @@
-"""Add up a step's seconds by term: ConfigTuner's form, completed.
+"""Estimate a step's seconds by term, with ConfigTuner's formula and the terms that it lacks.
 
 T = compute + model + context + expert + fsdp + pipeline + data + bubble + optimizer (arXiv
 2512.24750 publishes the sum and its term for tensor parallelism; the others are reconstructions,

@@ -241,7 +241,7 @@ def _texts(
 def _median_step(
     steps: Steps, classifier: Classifier
 ) -> tuple[tuple[float, ...], int, list[DeviceStep]]:
-    """Return the seconds of each step, the place of the median one, and its devices."""
+    """Return the seconds of each step, the index of the median step, and its devices."""
     seconds = [
         sum(end - start for start, end in windows) * 1e-9 / len(windows)
         for windows in steps.windows

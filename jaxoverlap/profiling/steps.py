@@ -96,7 +96,7 @@ def _busiest(device: Device, program: str) -> list[DeviceEvent]:
 
 
 def _unnamed(recording: Recording) -> Steps:
-    """Take what begins at each of the profiler's marks, or the whole profile, on each device."""
+    """Split at the profiler's marks where no event names a program; without marks take one step."""
     ends = [max(e.end_ns for e in device.events) for device in recording.devices]
     starts = [(mark,) * len(ends) for mark in recording.marks]
     starts = starts or [tuple(device.events[0].start_ns for device in recording.devices)]

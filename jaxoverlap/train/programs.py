@@ -60,7 +60,7 @@ class Programs:
 
 
 def like(leaf: Any) -> jax.ShapeDtypeStruct:
-    """Return the shape of an array, with its sharding."""
+    """Return the ShapeDtypeStruct of an array, with its sharding."""
     return like_at(leaf, leaf.sharding)
 
 

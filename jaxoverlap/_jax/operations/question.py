@@ -1,4 +1,4 @@
-"""What XLA's partitioner asks of an operation, and what it is answered."""
+"""Define what XLA's partitioner passes to an operation, and the device's program it gets back."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class Operation:
 
 @dataclasses.dataclass(frozen=True)
 class DeviceProgram:
-    """What one device does of an operation.
+    """The program by which one device computes its part of an operation.
 
     Attributes:
         jaxpr: the computation of one device, in which all mesh axes are manual; after the results
@@ -69,7 +69,7 @@ Partition = Callable[[Operation], DeviceProgram]
 
 
 def even(operation: Operation, position: int) -> Spec:
-    """Return how an operand lies, less the axes that do not divide its dims; whole if not known."""
+    """Return an operand's sharding on the axes that divide its dims; replicated if not known."""
     told, shape = operation.operands[position], operation.avals[position].shape
     dims: list[tuple[str, ...]] = []
     for size, axes in zip(shape, told or ((),) * len(shape), strict=True):

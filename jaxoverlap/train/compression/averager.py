@@ -28,7 +28,7 @@ from jaxoverlap.train.finite import all_fine
 
 
 class LeafState(NamedTuple):
-    """What belongs to one leaf, or to one matrix of a stacked leaf.
+    """The compression state of one leaf, or of one matrix of a stacked leaf.
 
     Attributes:
         error, accumulated: like the gradient, float32, or None.
@@ -178,7 +178,7 @@ class Averager:
         return compressor.average(matrix, shared, layer=layer, setting=setting, at=at)
 
     def method(self, number: int) -> tuple[Compressor, Setting]:
-        """Return the compressor of a layer for now, and its setting."""
+        """Return the compressor of a layer at the averager's settings, and its setting."""
         setting = self.settings[number]
         if setting is None:
             return NoCompression(error_feedback=self.sync.compressor.error_feedback), 1

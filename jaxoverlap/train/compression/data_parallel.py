@@ -220,7 +220,7 @@ class DataParallel(OverWorkers):
         return table if cost is None else f"{table}\n{self.price(state, cost)}"
 
     def price(self, state: TrainState, cost: CostModel) -> AveragePrice:
-        """Return the seconds of an average on a cluster: compressed, and raw."""
+        """Return the estimated seconds of an average on a cluster, compressed and uncompressed."""
         averager = self._loop.in_use(state.params, state.control)
         group = groups_of(self.mesh, cost.cluster)[self.axis]
         return price(averager, state.params, cost, group)

@@ -120,6 +120,6 @@ def layers_of(
 
 
 def _cut(shape: tuple[int, ...]) -> tuple[int, int]:
-    """Return rows and columns of the split of a shape into two groups with the least sum."""
+    """Return the sizes (m, n) of a leaf seen as a matrix: the split of its dims of least m + n."""
     splits = ((math.prod(shape[:k]), math.prod(shape[k:])) for k in range(1, len(shape)))
     return min(splits, key=sum)

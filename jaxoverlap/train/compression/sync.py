@@ -1,4 +1,4 @@
-"""Ways to synchronise gradients: a compressor, and how each layer's setting is chosen."""
+"""Define how gradients are synchronised: a compressor, and how it sets each layer's rate."""
 
 from __future__ import annotations
 
@@ -124,7 +124,7 @@ class Sync:
         return tuple(sorted(known))
 
     def default(self, layer: Layer) -> int:
-        """Return the place of the default setting among a layer's candidates."""
+        """Return the index of the default setting among a layer's candidates."""
         return self.candidates(layer).index(self.compressor.at(self.compressor.setting, layer))
 
     def compressed(self, layers: Sequence[Layer], workers: int) -> tuple[Layer, ...]:
@@ -151,7 +151,7 @@ class Sync:
         )
 
     def made_for(self, layers: Sequence[Layer]) -> int:
-        """Return a number that tells the state of one sync and model from that of another."""
+        """Return a checksum of this sync and these layers, to check a restored state against."""
         return zlib.crc32(repr((self, tuple(layers))).encode())
 
 

@@ -41,7 +41,7 @@ def restricted(state: Any, mesh: Mesh, axis: str) -> Any:
 
 
 def placed(tree: Any, mesh: Mesh) -> Any:
-    """Put what all processes have alike on a mesh, whole; leaves that are on it stay.
+    """Replicate leaves that all processes have alike over a mesh; leaves on the mesh stay.
 
     `jax.device_put` would compare the values of all processes of the job, also of those lost.
     """

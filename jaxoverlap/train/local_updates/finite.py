@@ -138,7 +138,7 @@ def each_worker(before: Any, after: Any) -> jax.Array:
 
 
 def one_hot(fine: Any, axis: str, workers: int) -> jax.Array:
-    """Return a worker's own flags in its place, float32 [2, workers], to be summed over workers.
+    """Return a worker's flags in its own column, float32 [2, workers], to be summed over workers.
 
     Args:
         fine: two arrays [1], in a shard_map over the workers.

@@ -61,7 +61,7 @@ class Rounds:
     check: bool = True
 
     def round(self, state: LocalState, batches: Any) -> tuple[LocalState, Any, RoundReport]:
-        """Take the steps of a round, with the average beside them, and the outer step."""
+        """Run the steps of a round, overlapped with the average, and the outer step."""
         outer, workers = self.outer, self.placement.workers
         part = len(jax.tree.leaves(batches)[0]) // outer.fragments  # less in a short round
         metrics, seen = list[Any](), RoundReport.new(state.round, workers)
@@ -94,7 +94,7 @@ class Rounds:
         hides: bool,
         metrics: list[Any],
     ) -> LocalState:
-        """Take some of a round's steps, and add their metrics.
+        """Run some of a round's steps, and append their metrics.
 
         Where they hide a reduce-scatter and the all-gather after it, they are two loops: no
         collective can end or begin within one.

@@ -1,4 +1,4 @@
-"""Run a round's average on second devices, beside the steps, where one device cannot do both.
+"""Run a round's average on second devices, concurrently with the steps, where one cannot.
 
 XLA:CPU runs the programs of a device, and the collectives in them, one after the other. Programs on
 other devices of the same process run beside them. So the average is a program of its own, on a mesh
@@ -46,7 +46,7 @@ def mesh_beside(mesh: Mesh) -> Mesh | None:
 
 
 class Runner:
-    """A round as three programs: the average, the steps beside it, and the outer step."""
+    """A round as three programs: the average, the concurrent steps, and the outer step."""
 
     def __init__(self, rounds: Rounds, others: Mesh, shardings: LocalState):
         beside = replace(rounds, placement=replace(rounds.placement, mesh=others))

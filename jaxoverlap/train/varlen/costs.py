@@ -101,13 +101,13 @@ class AttentionCosts:
         return np.asarray(pairs, float) * np.exp(rates)
 
     def block_pairs(self, queries: ArrayLike, keys: ArrayLike) -> Floats:
-        """Return the pairs of a block without a mask, its tiles counted whole."""
+        """Return the query-key pairs of a block without a mask, rounded up to full tiles."""
         rows, columns = self.tile
         q, k = np.asarray(queries, float), np.asarray(keys, float)
         return np.ceil(q / rows) * rows * np.ceil(k / columns) * columns
 
     def triangle_pairs(self, tokens: ArrayLike) -> Floats:
-        """Return the pairs of tokens with all before them, tiles on the diagonal counted whole."""
+        """Return the query-key pairs under a causal mask, counting full tiles on the diagonal."""
         rows, columns = self.tile
         s = np.asarray(tokens, float)
         above = np.maximum(np.ceil(s / rows) - 1, 0.0)  # rows of tiles that are full of queries

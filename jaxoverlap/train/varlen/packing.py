@@ -98,7 +98,7 @@ class Packing(SequenceSharing):
         return static_s(self.compute_s[at], tokens, size, self.bounds, self.nodes, self.costs)
 
     def ring_seconds(self, at: int) -> Floats:
-        """Return the same: all devices take equally long for linear layers."""
+        """Return the seconds of attention alone, as all devices have equal linear layers."""
         return self.attention_seconds(at)
 
     def device_tokens(self) -> Floats:
@@ -148,7 +148,7 @@ class Packing(SequenceSharing):
         return alone + self.token_s * self.price.tokens[at][indices]
 
     def has_room(self) -> bool:
-        """Return whether sequences may stand so; the price has what is against it."""
+        """Return True: any assignment is allowed, and the price penalises tokens without a slot."""
         return True
 
     def fits(self) -> bool:

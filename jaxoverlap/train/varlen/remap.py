@@ -111,7 +111,7 @@ def moved(x: Array, moves: Moves, axes: tuple[str, ...]) -> Array:
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def remap(axes: tuple[str, ...], x: Array, there: Moves, back: Moves) -> Array:
-    """Move tokens there; their gradient moves back, as no token is in two places."""
+    """Permute tokens across devices by `there`; their gradient is permuted by `back`."""
     return moved(x, there, axes)
 
 

@@ -153,7 +153,7 @@ def static_s(
 
 
 def beside_s(bounds: Bounds, nodes: Nodes, costs: AttentionCosts) -> float:
-    """Return the seconds of one layer beside attention in a program, on every device.
+    """Return the seconds of one layer's work other than attention, the same on every device.
 
     The linear layers of its static tokens, and its two all-to-alls of static parts, forward and
     backward.

@@ -267,7 +267,7 @@ class VarlenStep:
         return self.compiled[bounds]
 
     def batch(self, plan: BatchPlan, tokens: dict[str, Any]) -> Batch:
-        """Lay the tokens' values out and place them, with "positions" and "weights" beside them.
+        """Shard the tokens' values over the devices, and add "positions" and "weights" of tokens.
 
         Unless these are given, positions are those in the sequences, and weights one. Where there
         is no token both are zero.
@@ -280,7 +280,7 @@ class VarlenStep:
         return {n: _placed(v.reshape(*shape, *v.shape[2:]), at) for n, v in values.items()}
 
     def arrays(self, plan: BatchPlan) -> PlanArrays:
-        """Place a plan's arrays."""
+        """Put a plan's arrays on the mesh."""
         made, axes = plan.arrays, tuple(self.mesh.axis_names)
         whole, each = NamedSharding(self.mesh, P()), NamedSharding(self.mesh, P(axes))
         there, back = jax.tree.map(lambda x: _placed(x, each), (made.to_attention, made.to_linear))
@@ -314,5 +314,5 @@ train_step = VarlenStep  # the name by which it is made
 
 
 def _placed(value: Any, at: NamedSharding) -> Array:
-    """Place an array that every process has whole."""
+    """Put an array on the mesh, of which every process has all elements."""
     return jax.make_array_from_callback(value.shape, at, lambda index: value[index])

@@ -141,7 +141,7 @@ class ZOStep:
         return new_state(placed, self.transform, seed)
 
     def shardings(self, params: Any) -> Any:
-        """Return where each parameter lies; Nones without a mesh."""
+        """Return the sharding of each parameter; None for each without a mesh."""
         if not isinstance(self._made, Streamed):
             return jax.tree.map(self._resident_at, params)
         made, at = self._made, self._layout.at
@@ -209,7 +209,7 @@ class ZOStep:
         return self._program(state).lower(state, batch, *rest)
 
     def flush(self, state: ZOState) -> ZOState:
-        """Make the pending update, before an evaluation or a checkpoint; the state is kept."""
+        """Apply the pending update, for an evaluation or a checkpoint; the state is not donated."""
         at = jax.tree.map(_sharding, state)
         key = "flush", key_of(state)
         return self._programs.get(key, lambda: jax.jit(self._made.flush, out_shardings=at))(state)

@@ -81,7 +81,7 @@ class Streamed:
         outer = self._updated(state, state.params["outer"], number["outer"])
 
         def near(part: Any, numbered: Any, do: Any, values: Any, row: Any = None) -> Any:
-            """Do something near some parameters, for each direction and this device's signs."""
+            """Call a function on perturbed parameters for each direction and local sign."""
 
             def one(given: Any) -> Any:
                 which, sign, value = given
@@ -175,7 +175,7 @@ class Streamed:
     # -- slices -----------------------------------------------------------------------------------
 
     def _gathered(self, layer: Any, cuts: Any) -> Any:
-        """Return a whole block from the slices of all devices."""
+        """Gather a block from the slices of all devices."""
         axes = self.layout.own_axes
 
         def one(own: jax.Array, cut: bool) -> jax.Array:
@@ -184,7 +184,7 @@ class Streamed:
         return jax.lax.optimization_barrier(jax.tree.map(one, layer, cuts))
 
     def _own(self, layer: Any, cuts: Any) -> Any:
-        """Return this device's slices of a whole block."""
+        """Return this device's slices of a full block."""
 
         def one(leaf: jax.Array, cut: bool) -> jax.Array:
             if not cut:
@@ -196,7 +196,7 @@ class Streamed:
         return jax.tree.map(one, layer, cuts)
 
     def _cuts(self, state: ZOState) -> Any:
-        """Tell for each leaf of the blocks, as whole arrays, whether it is sliced."""
+        """Return for each leaf of the blocks, given as global arrays, whether it is sliced."""
         return jax.tree.map(lambda leaf: bool(self.spec_of(leaf)), state.params["blocks"])
 
     def _specs(self, state: ZOState) -> Any:

@@ -1,4 +1,4 @@
-"""QSGD in buckets: average gradients as whole numbers of a few bits."""
+"""QSGD in buckets: average gradients as integers of a few bits."""
 
 from __future__ import annotations
 
@@ -194,7 +194,7 @@ def _buckets(size: int, workers: int) -> int:
 
 
 def _in_buckets(matrix: jax.Array, workers: int) -> jax.Array:
-    """Cut a matrix into [workers, buckets, 512]; the last element fills what is missing."""
+    """Reshape a matrix to [workers, buckets, 512], padded by copies of its last element."""
     missing = _buckets(matrix.size, workers) * workers * BUCKET - matrix.size
     flat = jnp.pad(matrix.reshape(-1), (0, missing), mode="edge")
     return flat.reshape(workers, -1, BUCKET)

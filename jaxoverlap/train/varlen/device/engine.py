@@ -1,4 +1,4 @@
-"""Attention of a batch whose sequences lie on rings of several sizes: one program, static shapes.
+"""Attend over rings of several sizes, each sharding its sequences, in one static program.
 
 On each device slots stand by ring size, the largest rings first. Those of a ring of g devices are
 two halves: rank i has chunk i of 2g of each of its sequences in the first half, and 2g - 1 - i in
@@ -45,7 +45,7 @@ from jaxoverlap.train.varlen.rings import Bounds, Nodes
 
 
 class Engine(NamedTuple):
-    """What a compiled attention is made for.
+    """The static settings of a compiled attention.
 
     Attributes:
         nodes: the devices.
@@ -66,7 +66,7 @@ class Engine(NamedTuple):
     chip: tuple[int, int] | None = None
 
     def route(self, size: int, *, backward: bool = False) -> Route:
-        """Return the way of a hop of rings of a size."""
+        """Return the route of a hop of rings of a size."""
         rails = dict(self.proxies).get(size, (1, 1))[backward]
         return Route(self.nodes, self.axes, size, rails)
 
@@ -182,7 +182,7 @@ class _Set:
 
 
 class _Local(_Set):
-    """Sequences that are on one device whole."""
+    """Attention of sequences that are not sharded: each is on one device."""
 
     @property
     def where(self) -> Where:
@@ -190,7 +190,7 @@ class _Local(_Set):
         return self.source(0)
 
     def forward(self, q: Array, k: Array, v: Array) -> tuple[Array, Any]:
-        """Return the output, like q, and what the backward pass needs beside it.
+        """Return the output, like q, and the residuals that the backward pass needs.
 
         That is the log of the sums, f32[b, slots, kv heads, group], or the kernel's own.
         """

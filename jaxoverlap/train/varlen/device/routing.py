@@ -23,7 +23,7 @@ Pairs = list[tuple[int, int]]
 
 
 class Route(NamedTuple):
-    """The way of a hop along rings of one size.
+    """The senders and receivers of a hop along rings of one size.
 
     Attributes:
         nodes: the devices.
