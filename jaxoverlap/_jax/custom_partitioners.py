@@ -1,9 +1,10 @@
 """Record how `custom_partitioning` operations partition, so that other processes can compile them.
 
 A `custom_partitioning` operation, as cuDNN's attention is one, is a custom call with a key. XLA's
-partitioner tells JAX the key and how operands and result lie, and JAX calls the Python function
-that stands under the key in the process that lowered the operation. A process that only has the
-module does not have that function. So the answers are recorded where it is, and given again there.
+partitioner passes JAX the key and the shardings of operands and result, and JAX calls the Python
+function that is registered under the key in the process that lowered the operation. A process that
+only has the module does not have that function. So its answers are recorded in the process that has
+it, and returned again in the other.
 
 XLA keeps the function that JAX registered first, for good. So its code is exchanged, once.
 
@@ -34,7 +35,7 @@ class PartitionerAnswer(NamedTuple):
 
     Attributes:
         module: what each device computes, as MLIR bytecode.
-        operands, result: how they have to lie, as serialized `OpSharding`.
+        operands, result: the shardings that they must have, as serialized `OpSharding`.
     """
 
     module: bytes

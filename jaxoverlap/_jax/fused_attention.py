@@ -1,8 +1,8 @@
 """Let cuDNN's attention be traced for GPUs that this machine does not have.
 
-`jax.nn.dot_product_attention(implementation="cudnn")` asks, while it is traced, which cuDNN is
-installed and what the first local GPU can do. For a pod these are the wrong questions. The three
-functions that ask are replaced, once a pod is described: they answer for the pod's chip while a
+`jax.nn.dot_product_attention(implementation="cudnn")` checks, while it is traced, which cuDNN is
+installed and what the first local GPU can do. For a pod these are the wrong checks. The three
+functions that check are replaced, once a pod is described: they answer for the pod's chip while a
 step is traced for one, and where this process has no NVIDIA GPU. Elsewhere JAX's own answer.
 
 Written against jax 0.11.2 and 0.12.0; `tests/_jax/test_fused_attention.py` pins what is used.

@@ -1,6 +1,6 @@
 """Steps that hold their `jax.jit` inside: a partial or bound method of one, or an `nnx.jit` object.
 
-They are told by their shape, so that flax need not be installed.
+They are recognised by their attributes, so that flax need not be installed.
 """
 
 from __future__ import annotations

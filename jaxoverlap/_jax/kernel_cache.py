@@ -22,7 +22,7 @@ class Loan:
 
     Attributes:
         file: the file of known kernels; it need not be there.
-        ended_well: whether the child ended well, so that what it wrote is whole.
+        ended_well: whether the child ended well, so that its file is complete.
     """
 
     file: Path

@@ -44,8 +44,8 @@ class Partitioned(NamedTuple):
 
     Attributes:
         text: the text of the partitioned module, not scheduled yet.
-        results: how each result lies on the mesh; XLA's own words where whole axes do not say it.
-        tagged: the matmuls and scatters that were asked about, with the values of their tags.
+        results: the sharding of each result; in XLA's notation if it splits a mesh axis.
+        tagged: the matmuls and scatters that have the tag, with the values of their tags.
     """
 
     text: str
@@ -81,8 +81,8 @@ def ask(
 
     Args:
         lowered: the step, under a name from `new_name`.
-        mesh: the mesh whose axes name how the results lie.
-        tag: a frontend attribute; how the matmuls and scatters that have it lie is read too.
+        mesh: the mesh whose axes name the results' shardings.
+        tag: a frontend attribute; the shardings of matmuls and scatters that have it are read too.
         options: compiler options; None for those that an overlapped step has.
 
     Raises:

@@ -74,7 +74,7 @@ def opened(kind: str, raw: bytes) -> bytes:
     """The compact JSON that `sealed` was given.
 
     Raises:
-        ValueError: if the file is empty, cut short, edited or damaged, or holds something else.
+        ValueError: if the file is empty, truncated, edited or damaged, or holds something else.
     """
     if not raw.strip():
         raise ValueError("the file is empty")

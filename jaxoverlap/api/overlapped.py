@@ -105,9 +105,9 @@ class Overlapped:
         """Return the plan for each matmul, for arguments like these; print it.
 
         It has a row for each matmul that waits for a collective: its source line, einsum, mesh
-        axis, kind, bytes, chunks and the decision; why each other is left alone; and a row for each
-        collective that stays XLA's. It takes arrays or ShapeDtypeStructs; it compiles nothing and
-        runs nothing.
+        axis, kind, bytes, chunks and the decision; the reason for each that is skipped; and a row
+        for each collective that stays XLA's. It takes arrays or ShapeDtypeStructs; it compiles
+        nothing and runs nothing.
 
         Raises:
             ValueError: if the step has no mesh, or one that does not fit.

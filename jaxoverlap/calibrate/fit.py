@@ -103,10 +103,10 @@ def fit_matmuls(
 def fit_factor(base: np.ndarray, rows: MatmulRows, knots: Sequence[Sequence[int]]) -> np.ndarray:
     """Fit the table of log factors over some seconds, flat.
 
-    Least |predicted / measured - 1|, which is the error that is told, by reweighted least squares
-    of log seconds: a row that took too long counts for less than one that took too short, and
-    disturbed measurements take too long. A penalty on the table's bends lets corners without rows
-    follow their neighbours.
+    Least |predicted / measured - 1|, which is the error that is reported, by reweighted least
+    squares of log seconds: a measurement that took too long counts for less than one that took too
+    short, and disturbed measurements take too long. A penalty on the table's bends lets corners
+    without measurements follow their neighbours.
     """
     matrix, bends = hats(rows, knots), _bends(knots)
     wanted = np.log(rows.seconds / base)
@@ -181,8 +181,8 @@ def _bends(knots: Sequence[Sequence[int]]) -> sp.csr_array:
 def fit_collectives(rows: Sequence[CollectiveRow], source: str) -> Collectives:
     """Fit collectives' curves to all measurements; their errors are from fits to four fifths.
 
-    The second error is of curves that lack all rows of a fifth of the sizes (the smallest and the
-    largest of each curve stay): what interpolation costs.
+    The second error is of curves that lack all measurements of a fifth of the sizes (the smallest
+    and the largest of each curve stay): what interpolation costs.
     """
     inner = sorted({_key(r) for r in rows} - _ends(rows))
     sizes = {key for key, out in zip(inner, held_back(len(inner)), strict=True) if out}

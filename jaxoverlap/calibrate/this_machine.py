@@ -59,7 +59,7 @@ class Grid:
 
     Attributes:
         dtypes: of matmuls, as HLO writes them.
-        m, nk: dims of matmuls; one of 256 rows in eight devices is one of 32 rows.
+        m, nk: dims of matmuls; m = 256 split over eight devices is m = 32.
         elements: of float32 on each device, of other kernels and collectives.
         whole_groups: whether collectives are measured among all devices alone, and not in groups.
         rounds: how often each is timed.

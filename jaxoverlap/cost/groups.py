@@ -84,7 +84,7 @@ def compute_factor(waves: float, beside: Share, chip: Chip) -> float:
 
     It needs more waves on the SMs that are left (FlashOverlap, arXiv 2504.19519), and each wave
     waits for the memory as often as the collective's SMs have it. The second factor is an
-    assumption: it makes an 8192^3 matmul beside an all-gather of 64 MiB a rank on eight H100s
+    assumption: it makes an 8192^3 matmul during an all-gather of 64 MiB a rank on eight H100s
     (pytorch pull 172714: 2.02 ms on SMs, 1.77 by copy engines) 1.94 and 1.71 ms.
 
     Args:

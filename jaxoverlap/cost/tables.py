@@ -131,7 +131,7 @@ class MemoryTable(msgspec.Struct, frozen=True):
         launch_s: seconds of a kernel with nothing to do.
         bytes_per_s: rate of bytes read and written together.
         source: where these come from.
-        curve: seconds by bytes, in the place of launch and rate, where caches make it no line.
+        curve: seconds by bytes, instead of launch and rate, where caches make it no line.
         transcendental_s: seconds of one exponential, tangent or root; 0 where they hide behind the
             bytes, as on GPUs.
         transposed_s: seconds that one byte takes longer if it is transposed; 0 where tiles hide
@@ -164,9 +164,9 @@ class ChipTables(msgspec.Struct, frozen=True, kw_only=True):
         format: the file's format; this reads FORMAT.
         chip: the device's name: of `jaxoverlap.hardware.cluster`, or as JAX calls what was found
             here.
-        date: when the rows were fitted.
+        date: when the tables were fitted.
         matmuls: a table for each dtype, as HLO writes it ("fp8" for both of its kinds).
-        attention: the table of bf16; None if there are no rows.
+        attention: the table of bf16; None if it was not measured.
         memory, collectives, permutes: see their classes.
         channels: the most channels that a collective runs on, each with an SM to itself; 0 where
             collectives take no SMs.
