@@ -2,9 +2,9 @@
 
     o = jaxoverlap.attention(q, k, v, is_causal=True)
 
-Where XLA lays queries out along the sequence, keys and values travel in a ring, each hop under a
-block of attention (`passes/rings/ring_attention.py`), or are gathered, if the ring loses by price.
-Batch and heads may be sharded beside that, and cost nothing.
+Where XLA shards queries along the sequence, keys and values travel in a ring, each hop under a
+block of attention (`passes/rings/ring_attention.py`), or are gathered, if that is estimated to take
+less time. Batch and heads may be sharded too, at no cost.
 """
 
 from __future__ import annotations

@@ -34,10 +34,10 @@ class LocalGroup:
     """One device's part of a group; call it with the local operands, two for each matmul.
 
     Attributes:
-        operands, results: how the operands and the results lie.
+        operands, results: the shardings of the operands and the results.
         fulfilled: the wishes of later operations that it fulfils.
-        outputs: the values of the results, and of what was wished for; a place among the operands
-            for one that comes gathered.
+        outputs: the values of the results, and of fulfilled wishes; an index among the operands for
+            one that comes gathered.
         steps: what is done, in order.
     """
 
@@ -70,7 +70,7 @@ def local_group(
 
     Args:
         body: the group's jaxpr: `dot_general`s, and the sums of some.
-        told: how each matmul's sides lie around the operation.
+        told: the shardings of each matmul's sides around the operation.
         sharing: the rings of the body.
         wishes: what later operations would read gathered: a ring that gathers it keeps it.
         mesh: the mesh.
@@ -227,7 +227,7 @@ class Alone:
         lhs, rhs: the operands, as they are wanted.
         out: the result, as it is given.
         scattered: axes over which its partial sums are scattered, each with the dim, in order.
-        summed: axes over which they are added up whole.
+        summed: axes over which they are all-reduced.
     """
 
     lhs: Spec = ()
@@ -241,7 +241,7 @@ def alone(matmul: ShardedMatmul, *, owner: bool = False) -> Alone:
     """Shard a matmul without a ring: each axis along the letter for which the fewest bytes move.
 
     Args:
-        matmul: the matmul, as it lies around the operation.
+        matmul: the matmul, with its shardings around the operation.
         owner: give the result as it is wanted, whatever that moves.
     """
     held = _held(matmul, owner)

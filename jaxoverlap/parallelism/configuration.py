@@ -35,7 +35,8 @@ class Configuration:
         recompute: what the backward pass computes again: "none"; "selective": scores of
             attention; "full": each layer from its input.
         interleave: pieces of the model that each stage has, in turn (1: one).
-        sequence_parallel: whether what tensor parallelism leaves whole is split over the sequence.
+        sequence_parallel: whether values that tensor parallelism replicates are sharded over the
+            sequence.
         overlap: whether tensor and FSDP collectives run as rings and gathers ahead, as
             `jaxoverlap.overlap` makes them.
     """
@@ -116,7 +117,7 @@ class Configuration:
         """Say why a model cannot be split so; "" if it can.
 
         Args:
-            stack: the training software, for what it refuses beside; None: what none can do.
+            stack: the training software, for what it cannot combine; None: only what none can.
         """
         rules = (
             *self._rules(model, global_batch),

@@ -168,7 +168,7 @@ def read(
         cluster: where it ran, as `jaxoverlap.simulate` takes it.
         compiled: the step that ran, or its scheduled HLO's text, where the profile has no HLO
             (Chrome traces have none) or the text should have the source lines that it has.
-        module: the program's name, in place of the one that takes most of the devices' time.
+        module: the program's name, instead of the one that takes most of the devices' time.
 
     Raises:
         ValueError: if it is no such profile, has no such program, or no complete step; if a cluster

@@ -43,7 +43,7 @@ def steps_of(recording: Recording, classifier: Classifier, module: str | None = 
     Args:
         recording: the profile.
         classifier: what its events are.
-        module: the program's name, in place of the one that takes most of the devices' time.
+        module: the program's name, instead of the one that takes most of the devices' time.
 
     Raises:
         ValueError: if no program has that name, or a device has no complete run.

@@ -66,11 +66,11 @@ class Averager:
     Attributes:
         sync: the compressor, and whether gradients are measured.
         layers: those that are compressed.
-        settings: one for each layer; None for a layer that goes raw for now.
+        settings: one for each layer; None for a layer that is uncompressed for now.
         axis: the mesh axis of the workers.
         workers: its size.
         accumulate: whether gradients are added up for a measurement.
-        left_raw: matrices that go raw, as the default setting does not halve their bytes.
+        left_raw: uncompressed matrices, as the default setting does not halve their bytes.
         fixed: whether `sync` was to choose settings and has nothing to choose (`Sync.is_fixed`);
             it then never measures.
     """
@@ -352,7 +352,7 @@ class Averager:
 
         Args:
             params: arrays or shapes.
-            also: bytes of what else is averaged with the raw leaves.
+            also: bytes of what else is averaged with the uncompressed leaves.
         """
         total = sum(self.layer_bytes(n) for n in range(len(self.layers)))
         raw = sum(

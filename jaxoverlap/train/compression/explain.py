@@ -115,7 +115,7 @@ def price(averager: Averager, params: Any, cost: CostModel, group: Group) -> Ave
 
     Args:
         averager: at the settings in use.
-        params: arrays or shapes; what is sharded over other axes is priced by its part.
+        params: arrays or shapes; what is sharded over other axes counts by its shard.
         cost: the cluster's.
         group: of the workers' axis.
     """

@@ -60,10 +60,10 @@ class Sync:
             meanwhile, and waited for if it is not ready.
         accordion: the switch, if there is one.
         by_error: whether the dynamic programme chooses.
-        start: averages before the first compressed one, in which all leaves go raw.
+        start: averages before the first compressed one, in which all leaves are uncompressed.
         seed: of what is random.
         raw: keys of the parameters; leaves below one of them are not compressed.
-        error_decay: what is kept by error feedback is multiplied by it when it is added.
+        error_decay: the error of error feedback is multiplied by it when it is added.
     """
 
     compressor: Compressor
@@ -173,9 +173,9 @@ def uniform(
     Args:
         compressor: such as `power_sgd(4)`.
         start: averages before the first compressed one, as PyTorch's start_powerSGD_iter: gradients
-            of the first steps change most, and go raw.
+            of the first steps change most, and are sent uncompressed.
         seed: of what is random.
-        raw: keys of the parameters; leaves below one of them (an embedding, say) go raw.
+        raw: keys of the parameters; leaves below one (an embedding, say) are not compressed.
         error_decay: in (0, 1]: e = error_decay · e + gradient is what is compressed, and what of it
             is not sent is the next e. Below 1 it forgets, as an outer momentum does.
 

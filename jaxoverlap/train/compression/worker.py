@@ -136,7 +136,7 @@ def if_finite(
     Args:
         after, before: what follows from the average, and what was there before it.
         new, old: the state of the compression.
-        also: what has to be true beside the average's flags.
+        also: what has to be true besides the average's flags.
     """
     fine = jnp.all(new.finite == 1) & also
     kept, state = kept_if(fine, (after, new), (before, old))

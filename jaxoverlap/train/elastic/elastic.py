@@ -37,7 +37,7 @@ class ElasticRound:
 
     Attributes:
         number: of the round, from 0.
-        workers: that took part, as indices along the workers' axis of the whole mesh.
+        workers: that took part, as indices along the workers' axis of the full mesh.
         metrics: of the train step, [every, workers, ...], in the order of `workers`.
         discarded: how often the round was begun before and discarded, as a worker was lost.
     """

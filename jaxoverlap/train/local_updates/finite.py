@@ -107,7 +107,7 @@ class Reports:
 
         Args:
             rounds: how many were run.
-            finite: `LocalState.finite`, whole on each device.
+            finite: `LocalState.finite`, replicated on each device.
         """
         if rounds > self._named + 1 and (workers := _not_fine(finite)):
             self.name(rounds - 1, workers)

@@ -1,7 +1,7 @@
 """A round of local updates, as pure functions of arrays.
 
-The arrays are global: a leading dim of workers, sharded over the workers' axis, stands before what
-differs between workers. The train step is mapped over that dim, so that constraints and collectives
+The arrays are global: what differs between workers has a leading dim of workers, sharded over the
+workers' axis. The train step is mapped over that dim, so that constraints and collectives
 on other axes of the mesh stay what they are. Only the average is written for one worker: an
 all-reduce, or a reduce-scatter where outer state is scattered.
 """
@@ -44,7 +44,7 @@ class Rounds:
         step: train_step(state, batch) -> (state, metrics), of one worker.
         outer: the outer optimizer.
         params_in: where a train state has its parameters.
-        placement: where arrays lie.
+        placement: the shardings of arrays.
         specs: the parameters' own specs, on the axes inside a worker.
         fragments: for each fragment what takes its leaves out of a tree like the parameters.
         averager: that compresses the average, at the settings of now; None sends it as it is.

@@ -54,8 +54,8 @@ def pieces_of(
 ) -> Pieces:
     """Split sequences into the pieces that each device has.
 
-    Those of a ring are cut into two chunks a device. Those of a group that exchanges heads stand
-    one after the other and are cut so that its devices hold equally many tokens in all.
+    Those of a ring are split into two chunks a device. Those of a group that exchanges heads are
+    joined one after the other and split so that its devices hold equally many tokens in all.
 
     Args:
         lengths, size, ring: by sequence: tokens, devices of its group, and which of these groups.

@@ -2,7 +2,7 @@
 
 A program computes and sends its static sizes, whatever a batch needs. Candidates have slots for one
 size of group inside a node, for one that joins nodes, and for single devices, in several shares of
-a device's tokens. Each batch of the sample is packed into each candidate and priced at the
+a device's tokens. Each batch of the sample is packed into each candidate and estimated at the
 candidate's static sizes; the programs that together make the sample cheapest are chosen one after
 the other (greedy facility location; Cornuejols, Fisher and Nemhauser 1977). The last program
 splits every sequence over all devices, so it runs whatever fits the devices at all.

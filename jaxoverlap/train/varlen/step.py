@@ -73,7 +73,7 @@ def attention(
         bounds: what this program is compiled for: the plan's.
         costs: prices that say over how many rails hops between nodes go; none: over one.
         scale: the factor of scores; none: 1/sqrt(head).
-        fused: whether whole sequences are attended to by cuDNN's kernel, in float16 or bfloat16
+        fused: whether unsharded sequences are attended to by cuDNN's kernel, in float16 or bfloat16
             and with heads of 128 or less; none: where the devices have it (Hopper and later).
 
     Raises:
@@ -257,7 +257,7 @@ class VarlenStep:
     def program(self, bounds: Bounds, state: dict[str, Any]) -> Any:
         """Return the jitted step(state, batch, arrays) for plans that fit these bounds.
 
-        The new state lies where the old one, arrays or shapes with shardings, does.
+        The new state has the shardings of the old one, which is of arrays or shapes with shardings.
         """
         if bounds not in self.compiled:
             at = jax.tree.map(lambda leaf: leaf.sharding, state), NamedSharding(self.mesh, P())

@@ -18,7 +18,7 @@ class Weighted(NamedTuple):
     by the other.
 
     Attributes:
-        sum: of the losses of the rows, a scalar.
+        sum: of the losses of the examples, a scalar.
         weight: what they count, a scalar: the number of labels.
     """
 

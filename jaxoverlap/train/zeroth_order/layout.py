@@ -22,7 +22,7 @@ class BatchLayout:
     which may name other axes, stay right.
 
     Attributes:
-        mesh: the devices; None for whatever the arrays lie on.
+        mesh: the devices; None for whatever the arrays are on.
         perturb: the axis of a pair, of which one device moves parameters by +eps and the other by
             -eps (DistZO2's PertP); None: each does both, one after the other.
         data: the axis over which the batch is spread; None for one that the loss function knows.

@@ -41,7 +41,7 @@ class Header(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
         decays: a hash of the parameters that decay.
         rounding: the estimator's.
         params: a hash of the parameters that the run began at: paths, shapes, dtypes and values.
-        run: what else tells this run from another, as its data: of the caller's choice.
+        run: what else identifies this run, as its data: of the caller's choice.
     """
 
     format: str
@@ -88,7 +88,7 @@ def header_of(
         transform: the estimator.
         seed: of the run's key.
         run: what else the scalars depend on and a resumed run has to have again: its data, batch
-            size, frozen parameters (`digest`). Values are kept as text.
+            size, frozen parameters (`digest`). Values are stored as text.
     """
     decayed = [
         transform.decays(jax.tree_util.keystr(p), x) for p, x in jax.tree.leaves_with_path(params)
@@ -110,8 +110,8 @@ def header_of(
 class Log:
     """A log that is open to be read and added to, in the one process that writes it.
 
-    A step's record is on its way to the disk when `add` returns. What a killed run left of a record
-    that it had not written whole is cut off when the log is opened again.
+    A step's record is on its way to the disk when `add` returns. An incomplete record of a killed
+    run is truncated when the log is opened again.
     """
 
     def __init__(self, path: str | Path, header: Header, *, cut: bool = False):
@@ -120,8 +120,8 @@ class Log:
         Args:
             path: of the file; folders above it are made.
             header: of the run.
-            cut: whether a damaged log is cut off where the damage begins; the file as it was is
-                then kept beside it, with ".damaged" behind its name.
+            cut: whether a damaged log is truncated where the damage begins; the file as it was is
+                then saved in the same folder, with ".damaged" behind its name.
 
         Raises:
             LogDamagedError: if records are not as they were written.

@@ -54,7 +54,7 @@ class ZOStep:
 
     Args:
         loss_fn: (parameters, batch, *rest) -> loss, the mean over the batch; or `Blocks`. Where
-            rows do not count alike (labels that are masked) and `data` spreads them, return
+            examples have different weights (masked labels) and `data` spreads them, return
             `Weighted`: a mean of the shards' means would be another loss. An object with a state
             among `rest`, as nnx.Rngs, is made anew for each loss: both signs see the same masks,
             and what it counts does not come back; give another one, or a key, with each step.
@@ -75,7 +75,7 @@ class ZOStep:
 
     Raises:
         ValueError: if the mesh lacks an axis, a pair has other than two devices, axes are not
-            automatic, or host memory is asked for without blocks.
+            automatic, or `host` is set without blocks.
     """
 
     def __init__(
@@ -127,11 +127,11 @@ class ZOStep:
     def init(self, params: Any, *, seed: int = 0) -> ZOState:
         """Return the state of a run that begins at some parameters, placed on the mesh.
 
-        Parameters that lie on the mesh stay as they lie (tensor parallelism); others are put whole
-        on every device, and blocks that are streamed into host memory, in slices.
+        Parameters on the mesh keep their sharding (tensor parallelism); others are replicated on
+        every device, and blocks that are streamed into host memory, in slices.
 
         Raises:
-            ValueError: if one array is at two places of the tree, or no parameter is floating.
+            ValueError: if one array is twice in the tree, or no parameter is floating.
         """
         _check_params(params)
         seed = whole("seed", seed, 0)

@@ -9,8 +9,8 @@ slice of a block, and the slices are gathered a block ahead too.
 All of it is in one `shard_map`: a partitioner that is left to choose lets the slices' sharding
 reach the matmuls. XLA's compiler needs three things more, as tried on jax 0.12.0.1. The slice's
 index is a value that the loop carries: one that is computed in place is fused with the slice into a
-kernel, which reads host memory and stops the others. A barrier stands behind the upload. And the
-blocks are not donated: a result in the memory of an argument would be copied there, whole, after
+kernel, which reads host memory and stops the others. A barrier follows the upload. And the
+blocks are not donated: a result in the memory of an argument would be copied there, entirely, after
 the loop; so the host's memory holds them twice during a step.
 """
 
@@ -51,7 +51,7 @@ class Streamed:
     def spec_of(self, leaf: Any) -> tuple[Any, ...]:
         """Return the spec of a stacked leaf in host memory: sliced along a layer's first dim.
 
-        Leaves that the devices cannot share evenly stay whole.
+        Leaves that the devices do not divide evenly are not sliced.
         """
         axes = self.layout.own_axes
         parts = self.layout.pairs * self.layout.shards

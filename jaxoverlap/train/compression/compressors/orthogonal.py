@@ -22,7 +22,7 @@ def orthonormal(matrix: jax.Array, method: Method = "auto") -> jax.Array:
     orthogonal to them.
 
     Args:
-        matrix: float32 [rows, columns], rows >= columns.
+        matrix: float32 [m, n], m >= n.
         method: QR (Householder), or Gram-Schmidt with each column projected twice. "auto" is QR of
             eight columns at a time on CPUs, where it compiles several times faster; elsewhere
             Gram-Schmidt, as QR is a call of a solver that no collective hides behind (not timed on

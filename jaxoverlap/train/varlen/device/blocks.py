@@ -99,7 +99,7 @@ class _Tiles(NamedTuple):
         size: slots of a tile.
         used: i32[], tiles up to the last that has a token.
         first: i32[tiles], the first tile of keys that a tile of queries sees any of.
-        where: of the slots, padded to whole tiles.
+        where: of the slots, padded to full tiles.
     """
 
     size: int

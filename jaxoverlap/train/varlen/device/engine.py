@@ -1,8 +1,8 @@
 """Attend over rings of several sizes, each sharding its sequences, in one static program.
 
-On each device slots stand by ring size, the largest rings first. Those of a ring of g devices are
-two halves: rank i has chunk i of 2g of each of its sequences in the first half, and 2g - 1 - i in
-the second, so that under a causal mask every rank has the same work in every round. From rank j,
+On each device slots are ordered by ring size, the largest rings first. Those of a ring of g devices
+are two halves: rank i has chunk i of 2g of each of its sequences in the first half, and 2g - 1 - i
+in the second, so that under a causal mask every rank has the same work in every round. From rank j,
 
     j = i        early x early, late x late, late x early
     j < i        late x early, early x early
@@ -53,7 +53,7 @@ class Engine(NamedTuple):
         bounds: slots by ring size.
         scale: the factor of scores.
         proxies: by ring size, the rails of a hop forward and backward; (1, 1) where it has none.
-        fused: whether whole sequences are attended to by cuDNN's kernel.
+        fused: whether unsharded sequences are attended to by cuDNN's kernel.
         chip: the compute capability that it is traced for, where that GPU is not here.
     """
 
