@@ -58,8 +58,8 @@ class MatmulTable(_Rates, frozen=True):
         result_bytes: bytes of a result's element.
         m, n, k: the knots, rising.
         log_factor: the table, m slowest and k fastest.
-        source: where the rows come from.
-        error: the fit's error on the rows held back.
+        source: where the measurements come from.
+        error: the fit's error on the measurements held back.
     """
 
     element_bytes: float
@@ -95,8 +95,8 @@ class AttentionTable(_Rates, frozen=True):
     Attributes:
         length, heads, head_size: the knots, rising.
         log_factor: the table, length slowest and head_size fastest.
-        source: where the rows come from.
-        error: the fit's error on the rows held back.
+        source: where the measurements come from.
+        error: the fit's error on the measurements held back.
         error_full: the error on kernels without a mask, which no part was fitted to; None if there
             are none.
     """

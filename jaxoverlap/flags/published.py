@@ -2,7 +2,7 @@
 
 Unlike `presets.py`, which has what a cluster needs, these are complete sets that claim to make a
 plain step fast: `overlap()` compiles some of them too, and takes what is fastest. Left out of each:
-what the installed XLA refuses (`accepted` says which), and matmuls by cuBLAS, which pods have anyway.
+what the installed XLA rejects (see `accepted`), and matmuls by cuBLAS, which pods have anyway.
 Environment variables (NCCL's, the allocator's) change no schedule. Flags that have been renamed
 have their new names. All of it is in published.toml.
 """

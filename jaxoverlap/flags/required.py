@@ -61,7 +61,7 @@ def why_one_stream(mesh: Mesh, cluster: Cluster, asked: str = "auto") -> str | N
     Args:
         mesh: the mesh.
         cluster: its GPUs.
-        asked: "one" to have one stream for all. So does the environment variable.
+        asked: "one" requests one stream for all, as the environment variable does.
 
     Returns:
         The reason; None where there is but one kind of link.

@@ -56,8 +56,8 @@ def attention(
     | --- | --- | --- |
     | [batch, sequence, heads, size] | [batch, keys, kv heads, size] | like query |
 
-    Differentiable in reverse mode, like every `jax.custom_vjp`. The scores of one block are held
-    whole, in float32. With a bias, a mask, three dims or any other argument of
+    Differentiable in reverse mode, like every `jax.custom_vjp`. All scores of one block are in
+    memory, in float32. With a bias, a mask, three dims or any other argument of
     `jax.nn.dot_product_attention` (`implementation="cudnn"` too) it is that function.
 
     Args:

@@ -104,7 +104,7 @@ class Profile:
         ratios: measured against predicted, by class of kernel.
         unknown: seconds of kernels that no rule knows, by name; they count as compute.
         graph_s: seconds of CUDA graphs, each one event: what runs inside is not seen.
-        other_programs: seconds of a step's devices in other programs, over the whole profile.
+        other_programs: seconds of a step's devices in other programs, over all of the profile.
         ignored: events that are no work of a device, and their number.
         incomplete: runs that the profile does not have from start to end.
         absent: devices that ran something else only.

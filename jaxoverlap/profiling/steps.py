@@ -3,7 +3,7 @@
 A program has a module's name and, in each process, a number. CPU devices number their runs. On a
 GPU a run begins with an instruction that a run has once: one of the entry computation, where the
 profile carries the module. Where no event names a program, the profiler's own marks are the steps,
-or the whole profile is one.
+or the full profile is one.
 """
 
 from __future__ import annotations

@@ -212,9 +212,9 @@ def accordion(
         threshold: above 0.
         accumulate: steps before a choice whose gradients are added up for it.
         beside: steps from a choice to its use; by default the less of 20 and a tenth of `every`.
-        start: steps before the first compressed one, in which all leaves go raw.
+        start: steps before the first compressed one, in which no leaf is compressed.
         seed: of what is random.
-        raw: keys of the parameters; leaves below one of them (an embedding, say) go raw.
+        raw: keys of the parameters; leaves below one (an embedding, say) are not compressed.
 
     Raises:
         ValueError: for numbers out of range.
@@ -259,10 +259,10 @@ def lgreco(
         every: steps between choices.
         accumulate: steps before a choice whose gradients are added up for it.
         beside: steps from a choice to its use; by default the less of 20 and a tenth of `every`.
-        start: steps before the first compressed one, in which all leaves go raw (the released
+        start: steps before the first compressed one, in which no leaf is compressed (the released
             code's start_powerSGD_iter).
         seed: of what is random.
-        raw: keys of the parameters; leaves below one of them (an embedding, say) go raw.
+        raw: keys of the parameters; leaves below one (an embedding, say) are not compressed.
 
     Raises:
         ValueError: for numbers out of range.

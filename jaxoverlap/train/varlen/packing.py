@@ -2,9 +2,9 @@
 
 Groups that exchange heads compute evenly wherever their tokens are, so their tokens go to the
 devices that have fewest: they level what single devices hold, and linear layers get equal tokens
-without a move of their own. So sequences are packed by seconds of attention alone, longest first, on
-the group that is done first and has room (LPT; Graham 1969), and what has no room goes to a larger
-group.
+without a move of their own. So sequences are packed by seconds of attention alone, longest first,
+on the group that is done first and has room (LPT; Graham 1969), and what has no room goes to a
+larger group.
 """
 
 from __future__ import annotations

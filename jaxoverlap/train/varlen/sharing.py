@@ -1,7 +1,7 @@
 """Keep account of which sequences are on which group, and of what each device then has to do.
 
 Sequences are put on groups one after the other (`SequenceSharing.fill`); then single ones move, or
-change places, while that helps (`SequenceSharing.improve`).
+two are swapped, while that helps (`SequenceSharing.improve`).
 """
 
 from __future__ import annotations
