@@ -70,7 +70,7 @@ def all_gather_matmul(
 
     Args:
         x: the operand that is gathered.
-        w: the other one, whole along the gathered dim if it has it.
+        w: the other one, not sharded along the gathered dim if it has it.
         axis_name: the manual mesh axis that x is sharded over.
         spec: the matmul; none: `x @ w`.
         gather: the letter of x that is gathered; none: the rows, x's dim before the last.
@@ -148,7 +148,7 @@ def matmul_all_reduce(
         x, w: operands of this device's partial sums.
         axis_name: the manual mesh axis over which they are summed.
         spec: the matmul; none: `x @ w`.
-        chunk: the letter of y to cut into chunks; none: the rows, y's dim before the last.
+        chunk: the letter of y to split into chunks; none: the rows, y's dim before the last.
         variant, precision, preferred_element_type: as in `all_gather_matmul`.
 
     Raises:
@@ -179,12 +179,12 @@ def all_to_all_matmul(
     | none | [rows, inner/N] | [inner, columns] | [rows/N, columns] |
     | "bshd,hde->bse", "h", "s" | [b, s, h/N, d] | [h, d, e] | [b, s/N, e] |
 
-    The second row is Ulysses' way from attention's heads back to the sequence. Backward, x's
+    The second row is Ulysses' exchange from attention's heads back to the sequence. Backward, x's
     gradient is an exchanged result, and w's exchanges x again rather than keep it.
 
     Args:
         x: the operand that is exchanged: sharded on `gather`, wanted sharded on `split`.
-        w: the other one; whole along `gather`, 1/N of `split`, where it has them.
+        w: the other one; not sharded along `gather`, 1/N of `split`, where it has them.
         axis_name: the manual mesh axis.
         spec: the matmul; none: `x @ w`.
         gather: the letter of x that is sharded; none: x's last dim.
@@ -220,8 +220,8 @@ def matmul_all_to_all(
     | none | [rows/N, inner] | [inner, columns] | [rows, columns/N] |
     | "bsd,dhe->bshe", "s", "h" | [b, s/N, d] | [d, h, e] | [b, s, h/N, e] |
 
-    The second row is Ulysses' way from the sequence to attention's heads. Backward, y's gradient is
-    exchanged once, for both operands' gradients.
+    The second row is Ulysses' exchange from the sequence to attention's heads. Backward, y's
+    gradient is exchanged once, for both operands' gradients.
 
     Args:
         x, w: operands, of which at least one has 1/N of `gather`.
@@ -264,7 +264,7 @@ def ring_attention(
     Args:
         q, k, v: this device's part of the sequence; kv heads divide heads.
         axis_name: the manual mesh axis that the sequence is sharded over, in order.
-        causal: whether a query sees no keys after its own position in the whole sequence.
+        causal: whether a query sees no keys after its own position in the full sequence.
         scale: what scores are multiplied by; none: 1/sqrt(head).
         variant: how keys and values travel; not "sliced".
 
@@ -312,15 +312,15 @@ def query_split_attention(
 
     With t for one slice's compute and tau for its hop that takes t + (N - 1) max(t, tau) and an
     add. Backward, y's gradient is gathered by one ring, and each slice's scores are computed again
-    under its hops: nothing is kept but the operands. Each device holds the scores of one slice,
+    under its hops: only the operands are residuals. Each device holds the scores of one slice,
     [batch, heads/N, sequence/N, keys], in float32.
 
     Not for attention that gains more from a fused kernel than from hidden hops, nor where a slice
-    is too small to run at the whole's rate. A causal mask saves no work: which slice is computed is
-    known only at run time, so each has all keys.
+    is too small to run at the full matmul's rate. A causal mask saves no work: which slice is
+    computed is known only at run time, so each has all keys.
 
     Args:
-        q, k, v: this device's heads of the whole sequence; kv heads divide heads.
+        q, k, v: this device's heads of the full sequence; kv heads divide heads.
         wo: the rows of the output projection that belong to these heads.
         axis_name: the manual mesh axis that heads are sharded over, and the result's sequence.
         causal: whether a query sees no keys after its own position.

@@ -289,7 +289,7 @@ def is_collective(eqn: JaxprEqn) -> bool:
 
 
 def ordered_effects(eqn: JaxprEqn) -> set[Any]:
-    """Return the effects that keep an equation in its place; naming a mesh axis does not count."""
+    """Return the effects that fix an equation's position; effects that name a mesh axis do not."""
     return {effect for effect in eqn.effects if not isinstance(effect, core.NamedAxisEffect)}
 
 

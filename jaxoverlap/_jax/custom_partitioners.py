@@ -1,9 +1,10 @@
-"""Let another process partition operations that partition themselves by Python.
+"""Record how `custom_partitioning` operations partition, so that other processes can compile them.
 
 A `custom_partitioning` operation, as cuDNN's attention is one, is a custom call with a key. XLA's
-partitioner tells JAX the key and how operands and result lie, and JAX calls the Python function
-that stands under the key in the process that lowered the operation. A process that only has the
-module does not have that function. So the answers are recorded where it is, and given again there.
+partitioner passes JAX the key and the shardings of operands and result, and JAX calls the Python
+function that is registered under the key in the process that lowered the operation. A process that
+only has the module does not have that function. So its answers are recorded in the process that has
+it, and returned again in the other.
 
 XLA keeps the function that JAX registered first, for good. So its code is exchanged, once.
 
@@ -30,11 +31,11 @@ BATCHING = custom_partitioning_sharding_rule.BATCHING  # begins the name of lead
 
 
 class PartitionerAnswer(NamedTuple):
-    """An operation's answer to one question of the partitioner's.
+    """The device program and shardings that an operation returned to the partitioner once.
 
     Attributes:
         module: what each device computes, as MLIR bytecode.
-        operands, result: how they have to lie, as serialized `OpSharding`.
+        operands, result: the shardings that they must have, as serialized `OpSharding`.
     """
 
     module: bytes
@@ -67,14 +68,14 @@ def recorded(keys: Sequence[str]) -> dict[str, dict[str, PartitionerAnswer]]:
 
 
 def give(answers: Answers) -> None:
-    """Answer XLA's partitioner, in this process, as the operations have elsewhere."""
+    """Use answers recorded in another process to partition operations in this one."""
     _given.update(answers)
     record()
 
 
 @functools.cache
 def record() -> None:
-    """Exchange the code of the function that XLA calls, for one that records, or knows already."""
+    """Replace the code of JAX's function that XLA calls by `partition`, which records answers."""
     asked = custom_partitioning._custom_partitioning_partition
     global _own
     _own = types.FunctionType(asked.__code__, asked.__globals__, "own", asked.__defaults__)
@@ -92,7 +93,7 @@ _own: Any = None  # JAX's own function, once `record` was called
 
 
 def partition(*asked: Any) -> tuple[bytes, list[Any], Any]:
-    """Answer XLA's partitioner; `asked` is what it asks of JAX's function."""
+    """Partition an operation for XLA by its recorded answer, or by JAX's function and record it."""
     *lies, key = asked
     question = repr([_text(side) for side in lies])
     if (answers := _given.get(key.decode())) is not None:

@@ -1,4 +1,4 @@
-"""Steps on explicit meshes, as if their axes were automatic: the passes know one kind of mesh.
+"""Convert steps on explicit meshes to automatic axes, the only kind that the passes handle.
 
     a:f32[8@data,16] b:f32[16,32@model]
     c:f32[8@data,32@model] = dot_general a b
@@ -51,7 +51,7 @@ def is_mixed(mesh: Mesh) -> bool:
 
 
 def why_not_automatic(jaxpr: Jaxpr) -> str | None:
-    """Return why the types of a step have to stay; None if they can go."""
+    """Return why explicit shardings cannot be removed from a step's types; None if they can."""
     for var in _types(jaxpr):
         spec = var.aval.sharding.spec
         if spec.unreduced or spec.reduced:
@@ -199,7 +199,7 @@ def _says_more(eqn: JaxprEqn, result: Any) -> bool:
 
 
 class _Untyped:
-    """One step's equations, rewritten one by one."""
+    """Rewrite a step's equations one by one to types without explicit shardings."""
 
     def __init__(self, mesh: Mesh, inferred: bool):
         self.mesh, self.inferred = mesh, inferred

@@ -1,8 +1,8 @@
-"""Let cuDNN's attention be traced for GPUs that are not there.
+"""Let cuDNN's attention be traced for GPUs that this machine does not have.
 
-`jax.nn.dot_product_attention(implementation="cudnn")` asks, while it is traced, which cuDNN is
-installed and what the first local GPU can do. For a pod these are the wrong questions. The three
-functions that ask are replaced, once a pod is described: they answer for the pod's chip while a
+`jax.nn.dot_product_attention(implementation="cudnn")` checks, while it is traced, which cuDNN is
+installed and what the first local GPU can do. For a pod these are the wrong checks. The three
+functions that check are replaced, once a pod is described: they answer for the pod's chip while a
 step is traced for one, and where this process has no NVIDIA GPU. Elsewhere JAX's own answer.
 
 Written against jax 0.11.2 and 0.12.0; `tests/_jax/test_fused_attention.py` pins what is used.
@@ -37,7 +37,7 @@ def answers_for(capability: Capability) -> None:
 
 @contextlib.contextmanager
 def tracing_for(capability: Capability | None) -> Iterator[None]:
-    """Answer for a pod's chip inside, whatever GPUs are here; None changes nothing."""
+    """Have JAX check cuDNN's attention for a pod's chip within a context; None changes nothing."""
     if capability is None:
         yield
         return
@@ -63,7 +63,7 @@ def _has_gpu() -> bool:
 
 @functools.cache
 def _installed() -> None:
-    """Replace the functions that ask; each falls back on JAX's own."""
+    """Replace JAX's checks of cuDNN and of the GPU by ours, which fall back on JAX's own."""
 
     def replace(name: str, answer: Callable[..., Any]) -> None:
         own = getattr(cudnn, name)

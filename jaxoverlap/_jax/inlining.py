@@ -1,4 +1,4 @@
-"""Equations of one jaxpr are written into another: a call is opened, a function is traced in place.
+"""Inline equations into a jaxpr: those of a call's body, or those of a function traced for it.
 
 Written against jax 0.11.2 and 0.12.0, as `compat`.
 """
@@ -21,7 +21,7 @@ def opened(
 ) -> tuple[list[JaxprEqn], list[Any]]:
     """The equations of a call's body on its operands, and the atoms that are its results.
 
-    Every variable is a new one, so that a body may be opened in several places. Equations that
+    Every variable is a new one, so that a body may be opened several times. Equations that
     JAX's own code has traced (`jnp.cumsum`) get the source line of the call; all, if `relined`.
     """
     env: dict[Any, Any] = dict(zip(body.invars, eqn.invars, strict=True))
@@ -59,13 +59,13 @@ def inline(
 ) -> list[JaxprEqn]:
     """Equations that compute `fn` of `invars` into `outvars`.
 
-    Each carries the source line and the name stack of `like`, an equation that it stands in for, so
+    Each carries the source line and the name stack of `like`, the equation that it replaces, so
     that profiles and the scheduled module still point at the user's code.
 
     Args:
         fn: the function.
         invars, outvars: the variables that it reads, and those that it computes.
-        like: the equation that it stands in for.
+        like: the equation that these replace.
         alike: a key that equal functions share, or None: of functions with equal keys, given
             values of the same types, one is traced.
         scope: a name to put on the stack.

@@ -1,6 +1,6 @@
 """Steps that hold their `jax.jit` inside: a partial or bound method of one, or an `nnx.jit` object.
 
-They are told by their shape, so that flax need not be installed.
+They are recognised by their attributes, so that flax need not be installed.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ def arguments_reach(
 
 
 class _Reached(BaseException):  # not to be caught by what stands between
-    """Carries a result past a wrapper's way out."""
+    """Raised to carry a result out of a wrapper without running the rest of its code."""
 
     def __init__(self, result: Any):
         self.result = result
@@ -90,7 +90,7 @@ def _twin_class(fn: Any) -> type:
 
 
 def _twin(fn: Any, kind: type, new: Callable[..., Any]) -> Any:
-    """A copy of `fn` with another function in the jit's place; `fn` stays as it is."""
+    """Return a copy of `fn` whose jitted function is replaced by `new`; `fn` stays as it is."""
     twin = copy.copy(fn)
     twin.__class__ = kind
     twin.jitted_fn = new

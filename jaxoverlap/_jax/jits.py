@@ -116,7 +116,7 @@ def at_top_level() -> bool:
 def in_checkify() -> bool:
     """Return whether `checkify` is tracing what is called here, to put its checks into it.
 
-    It calls the function with the caller's own arrays, so that only the stack tells.
+    It calls the function with the caller's own arrays, so that only the stack shows it.
     """
     frame = sys._getframe()
     while (frame := frame.f_back) is not None:

@@ -30,8 +30,8 @@ class Job:
         module: StableHLO, as MLIR bytecode.
         options: `xla_client.CompileOptions`, serialized; they name devices as `places` does.
         platform: the devices' platform: "cuda" or "cpu".
-        places: for each device, in the order of the mesh, how many have a smaller id. Ids may be
-            others where it is compiled.
+        places: for each device, in the order of the mesh, the rank of its id. Ids may differ where
+            the module is compiled.
         answers: the answers of operations that partition themselves by Python.
     """
 

@@ -1,4 +1,4 @@
-"""XLA's kernels, kept from one child's compile for the next's.
+"""Cache the kernels that XLA generates in one child process for the compilations of others.
 
 A kernel changes no schedule, yet generating hundreds of them is a third of what compiling a step
 takes, and candidates for one step have most of theirs in common. XLA keeps them in a file
@@ -22,7 +22,7 @@ class Loan:
 
     Attributes:
         file: the file of known kernels; it need not be there.
-        ended_well: whether the child ended well, so that what it wrote is whole.
+        ended_well: whether the child ended well, so that its file is complete.
     """
 
     file: Path

@@ -1,4 +1,4 @@
-"""The key-value store of jax.distributed, through which processes tell each other what they are.
+"""Use the key-value store of jax.distributed, through which processes exchange facts.
 
 It runs over the network and needs no device, so that a wait in it always ends.
 """
@@ -23,7 +23,7 @@ class Store(Protocol):
     """
 
     def key_value_set(self, key: str, value: str, allow_overwrite: bool = False) -> None:
-        """Leave a value."""
+        """Set the value of a key."""
         ...
 
     def blocking_key_value_get(self, key: str, timeout_in_ms: int) -> str:

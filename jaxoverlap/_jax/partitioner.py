@@ -1,4 +1,4 @@
-"""Ask XLA's partitioner what it makes of a lowered step, and stop the compiler there.
+"""Run XLA's compiler on a lowered step up to and including its partitioner, and read the result.
 
 XLA calls a Python pass between its partitioner and its scheduler (`jax.extend.xla`). The pass here
 keeps the partitioned module and raises, which ends the compilation: a step that takes ten seconds
@@ -44,8 +44,8 @@ class Partitioned(NamedTuple):
 
     Attributes:
         text: the text of the partitioned module, not scheduled yet.
-        results: how each result lies on the mesh; XLA's own words where whole axes do not say it.
-        tagged: the matmuls and scatters that were asked about, with the values of their tags.
+        results: the sharding of each result; in XLA's notation if it splits a mesh axis.
+        tagged: the matmuls and scatters that have the tag, with the values of their tags.
     """
 
     text: str
@@ -54,11 +54,11 @@ class Partitioned(NamedTuple):
 
 
 class NoAnswerError(RuntimeError):
-    """XLA did not get as far as its partitioner."""
+    """Raised if XLA's compiler failed before it had partitioned the step."""
 
 
 class _Enough(Exception):
-    """Ends the compilation."""
+    """Raised inside XLA's compiler to end a compilation after the partitioner."""
 
 
 # XLA:CPU joins all the sums of a step in one at its end, of both halves or of all gradients, before
@@ -67,7 +67,7 @@ CPU_SUMS_APART = {"xla_disable_hlo_passes": "cpu-all-reduce-combiner"}
 
 
 def new_name() -> str:
-    """A name for a module that is only asked about: no other compilation of the process has it."""
+    """Return a module name, unique in this process, for a step that is only partitioned."""
     return f"{_NAME}_{next(_numbers)}"
 
 
@@ -77,12 +77,12 @@ def ask(
     tag: str = "",
     options: Mapping[str, str] | None = None,
 ) -> Partitioned:
-    """Partition a lowered step by XLA, and read its module and how its results lie.
+    """Partition a lowered step with XLA; return the partitioned module and its results' shardings.
 
     Args:
         lowered: the step, under a name from `new_name`.
-        mesh: the mesh whose axes name how the results lie.
-        tag: a frontend attribute; how the matmuls and scatters that have it lie is read too.
+        mesh: the mesh whose axes name the results' shardings.
+        tag: a frontend attribute; the shardings of matmuls and scatters that have it are read too.
         options: compiler options; None for those that an overlapped step has.
 
     Raises:
@@ -167,7 +167,7 @@ def _register(platform: str) -> None:
 
 
 def _keep(serialized: bytes) -> None:
-    """Keep a module that was asked for and end its compilation; XLA passes every module here."""
+    """Store a module that `ask` waits for and end its compilation; XLA calls it for each module."""
     wanted = _modules.get(module_name(serialized))
     if wanted is not None:
         wanted.append(_hlo.HloModule.from_serialized_hlo_module_proto(serialized))
@@ -198,7 +198,7 @@ def _compile(lowering: Any, module: Any, options: Mapping[str, str]) -> None:
 
 
 def _results(module: Any, avals: Sequence[Any], mesh: Mesh) -> tuple[Spec | str, ...]:
-    """Read how the results of a partitioned module lie; tokens of ordered effects come first."""
+    """Return the shardings of a partitioned module's results, without the tokens before them."""
     said = module.spmd_output_sharding
     if said is None:
         return ("",) * len(avals)
@@ -214,7 +214,7 @@ def _results(module: Any, avals: Sequence[Any], mesh: Mesh) -> tuple[Spec | str,
 
 
 def _spec(sharding: Any, aval: Any, axes: Mapping[str, int]) -> Spec | None:
-    """Translate an XLA sharding into mesh axes a dim; None where whole axes do not say it.
+    """Translate an XLA sharding into mesh axes by dim; None if that would split a mesh axis.
 
     Args:
         sharding: an `HloSharding`.

@@ -1,8 +1,8 @@
 """Read the shardings that XLA's partitioner settles on, from the module that Shardy leaves.
 
 Shardy writes its module down after each of its passes, in a folder that a compiler option names.
-After propagation every value there has its final sharding, and whoever made an operation can be
-told by the frontend attributes that it was lowered with. Nothing is added to the step for it: one
+After propagation every value there has its final sharding, and an operation is identified by the
+frontend attributes that it was lowered with. Nothing is added to the step for it: one
 more reader of a value may change how Shardy resolves a conflict.
 
 Written against jax 0.11.2 and 0.12.0; `tests/_jax/test_partitioner.py` pins what is used.
@@ -30,7 +30,7 @@ _SCATTER = "stablehlo.scatter"
 
 
 def options(folder: Path) -> dict[str, str]:
-    """The compiler options by which Shardy writes into a folder, and XLA next to nothing."""
+    """Return the options by which Shardy dumps its modules to a folder, and XLA hardly anything."""
     return {
         "xla_dump_to": str(folder),
         "xla_dump_hlo_pass_re": "shardy.*",
@@ -57,7 +57,7 @@ class Side:
 
     Attributes:
         shape: its shape; that of a part in a manual body.
-        spec: its sharding; None where whole mesh axes do not say it.
+        spec: its sharding; None where it splits a mesh axis.
         beyond: the shardings of the values that it is resharded from, the last reshard first; or,
             of a result, that it is resharded to as long as nobody else reads it, by the dims of
             the result.
@@ -166,7 +166,7 @@ def _maker(value: Any) -> Any:
 
 
 def _spec_of(value: Any) -> Spec | None:
-    """Return how a value lies; without a sharding of its own it is whole on every device."""
+    """Return a value's sharding in the module; a value without one is replicated."""
     rank = ir.RankedTensorType(value.type).rank
     op = _maker(value)
     number = value.arg_number if op is None else value.result_number

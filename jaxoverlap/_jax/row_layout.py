@@ -1,4 +1,4 @@
-"""Fix the layout of a value in memory to rows, except where a step is exported.
+"""Constrain a value's memory layout to row-major, except where a step is exported.
 
 `with_layout_constraint` is a custom call for which JAX gives no guarantee of compatibility, so that
 `jax.export` refuses a module with one. The value is the same without, and so the primitive here is

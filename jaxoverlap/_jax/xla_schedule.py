@@ -27,7 +27,7 @@ class ModuleScheduler(Protocol):
         ...
 
     def failed(self, reason: str) -> None:
-        """Take note that XLA's order is kept, and why."""
+        """Record the reason for which a module was compiled in XLA's order instead."""
         ...
 
 
@@ -42,8 +42,8 @@ _registered: list[str] = []
 def reordering(name: str, scheduler: ModuleScheduler) -> Iterator[None]:
     """Have modules of a name, after "jit_", compiled in a scheduler's order while this lasts.
 
-    The scheduler is called on a thread of the compiler. If it fails, or what it gives is no order,
-    it is told, and the module keeps XLA's order.
+    The scheduler is called on a thread of the compiler. If it fails, or its result is no order,
+    its `failed` is called, and the module keeps XLA's order.
     """
     wanted = (name, scheduler)
     with _lock:

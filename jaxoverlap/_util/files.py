@@ -14,7 +14,7 @@ import msgspec
 
 
 def kept_folder() -> Path:
-    """The folder in the user's cache for what is kept from run to run; it need not be there."""
+    """Return this library's folder in the user's cache directory; it may not exist yet."""
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "jaxoverlap"
 
 
@@ -74,7 +74,7 @@ def opened(kind: str, raw: bytes) -> bytes:
     """The compact JSON that `sealed` was given.
 
     Raises:
-        ValueError: if the file is empty, cut short, edited or damaged, or holds something else.
+        ValueError: if the file is empty, truncated, edited or damaged, or holds something else.
     """
     if not raw.strip():
         raise ValueError("the file is empty")

@@ -1,4 +1,4 @@
-"""One hash of this package's source, for what is kept under a version's name."""
+"""Hash this package's source, as a version for the keys of cached results."""
 
 from __future__ import annotations
 

@@ -80,7 +80,7 @@ def short_source(file: str, line: int) -> str:
 
 
 def first_line(error: BaseException, most: int = 300) -> str:
-    """Return the first line of an error's message, cut to so many characters."""
+    """Return the first line of an error's message, truncated to `most` characters."""
     lines = str(error).strip().splitlines() or [type(error).__name__]
     return lines[0][:most]
 

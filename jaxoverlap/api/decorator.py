@@ -1,4 +1,4 @@
-"""Define `overlap`, the one line at the call site, and `tune`, which finds the fastest plan."""
+"""Define `overlap`, the decorator of train steps, and `tune`, which finds their fastest plan."""
 
 from __future__ import annotations
 
@@ -240,7 +240,7 @@ def tune(
     """Find the plan under which a train step is fastest, for `overlap(fn, plan=...)`.
 
     Compiles candidates for the cluster in child processes, simulates their schedules and takes the
-    fastest whose memory fits; the step as it is is one of them. What was tried is kept, so that a
+    fastest whose memory fits; the unchanged step is one of them. Results are cached, so that a
     second run, or one after a kill, goes on from there.
 
     Args:

@@ -105,9 +105,9 @@ class Overlapped:
         """Return the plan for each matmul, for arguments like these; print it.
 
         It has a row for each matmul that waits for a collective: its source line, einsum, mesh
-        axis, kind, bytes, chunks and the decision; why each other is left alone; and a row for each
-        collective that stays XLA's. It takes arrays or ShapeDtypeStructs; it compiles nothing and
-        runs nothing.
+        axis, kind, bytes, chunks and the decision; the reason for each that is skipped; and a row
+        for each collective that stays XLA's. It takes arrays or ShapeDtypeStructs; it compiles
+        nothing and runs nothing.
 
         Raises:
             ValueError: if the step has no mesh, or one that does not fit.
@@ -251,7 +251,7 @@ class Overlapped:
         return program
 
     def _tell(self, topic: str, text: str) -> None:
-        """Warn the user, once a topic."""
+        """Warn the user, at most once per topic."""
         if topic not in self._told:
             self._told.add(topic)
             warn(text)
@@ -309,7 +309,7 @@ def _bound(call: jits.Call, program: StepProgram) -> list[Any]:
 
 
 def _key(call: jits.Call) -> Hashable:
-    """Return a key that tells a signature and its shardings from others."""
+    """Return a hash key for a call's signature, the shardings of its arguments and its context."""
     params = call.params
     # A jaxpr is equal to itself alone; jit gives the same one for every call of a signature.
     inside = not jits.at_top_level()  # there rows are not cut

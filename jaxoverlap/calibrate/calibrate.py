@@ -1,4 +1,4 @@
-"""Make a price file: `python -m jaxoverlap.calibrate`.
+"""Make a file of cost tables: `python -m jaxoverlap.calibrate`.
 
 With `--here`, of the devices that JAX sees on this machine. With `--from-profile`, the tables of a
 chip, corrected by what a profile of your own step shows. The package's own tables are made by
@@ -30,7 +30,7 @@ from jaxoverlap.profiling import profile
 
 
 def write(tables: ChipTables, path: Path) -> None:
-    """Write a table file, whole or not at all.
+    """Write a file of cost tables atomically.
 
     Where only the date would change the file keeps the one that it has.
     """
@@ -117,7 +117,7 @@ def _from_profile(path: Path, pod: str | None, prices: Path | None, out: Path) -
 
 
 def errors(made: Sequence[ChipTables]) -> Table:
-    """Tabulate the errors of the fits, on the rows that they did not see."""
+    """Tabulate the error of each fit on the measurements that were held back from it."""
     grid = Table(title="Error of the fits, on rows held back")
     for column in ("chip", "rows of", "held back", "mean", "median", "worst"):
         grid.add_column(column, justify="left" if column in ("chip", "rows of") else "right")

@@ -1,4 +1,4 @@
-"""Fit the tables of the cost model to measured rows. Deterministic: no clock, one seed."""
+"""Fit the tables of the cost model to measurements. Deterministic: no clock, one seed."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ class Rates:
 
 
 def held_back(count: int) -> np.ndarray:
-    """Choose the rows out of so many that a fit must not see: a fifth, the same each time."""
+    """Return a mask of the fifth of `count` measurements to hold back, by a fixed seed."""
     return np.random.default_rng(SEED).random(count) < HELD_BACK
 
 
@@ -79,7 +79,7 @@ def error(predicted: np.ndarray, measured: np.ndarray) -> FitError:
 def fit_matmuls(
     rows: MatmulRows, rates: Rates, source: str, m: Sequence[int], nk: Sequence[int]
 ) -> MatmulTable:
-    """Fit the factor over some rates to all rows; the error is of a fit to four fifths of them.
+    """Fit a matmul table's factor to all measurements; its error is from a fit to four fifths.
 
     Args:
         m, nk: the knots of the table's dims.
@@ -103,10 +103,10 @@ def fit_matmuls(
 def fit_factor(base: np.ndarray, rows: MatmulRows, knots: Sequence[Sequence[int]]) -> np.ndarray:
     """Fit the table of log factors over some seconds, flat.
 
-    Least |predicted / measured - 1|, which is the error that is told, by reweighted least squares
-    of log seconds: a row that took too long counts for less than one that took too short, and
-    disturbed measurements take too long. A penalty on the table's bends lets corners without rows
-    follow their neighbours.
+    Least |predicted / measured - 1|, which is the error that is reported, by reweighted least
+    squares of log seconds: a measurement that took too long counts for less than one that took too
+    short, and disturbed measurements take too long. A penalty on the table's bends lets corners
+    without measurements follow their neighbours.
     """
     matrix, bends = hats(rows, knots), _bends(knots)
     wanted = np.log(rows.seconds / base)
@@ -122,7 +122,7 @@ def fit_factor(base: np.ndarray, rows: MatmulRows, knots: Sequence[Sequence[int]
 
 
 def fit_rates(rows: MatmulRows, element_bytes: float, result_bytes: float) -> Rates:
-    """Fit the three rates: launch and bytes by the matmuls of few rows, flops by the fastest."""
+    """Fit launch seconds, the bytes' rate by matmuls of small m, and the flops' by the fastest."""
     moved = element_bytes * (rows.m * rows.k + rows.k * rows.n) + result_bytes * rows.m * rows.n
     flops = 2.0 * rows.m * rows.n * rows.k
     launch_s = float(np.percentile(rows.seconds, 0.1))
@@ -179,10 +179,10 @@ def _bends(knots: Sequence[Sequence[int]]) -> sp.csr_array:
 
 
 def fit_collectives(rows: Sequence[CollectiveRow], source: str) -> Collectives:
-    """Fit curves through all rows; the errors are of curves through four fifths of them.
+    """Fit collectives' curves to all measurements; their errors are from fits to four fifths.
 
-    The second error is of curves that lack all rows of a fifth of the sizes (the smallest and the
-    largest of each curve stay): what interpolation costs.
+    The second error is of curves that lack all measurements of a fifth of the sizes (the smallest
+    and the largest of each curve stay): what interpolation costs.
     """
     inner = sorted({_key(r) for r in rows} - _ends(rows))
     sizes = {key for key, out in zip(inner, held_back(len(inner)), strict=True) if out}
@@ -198,7 +198,7 @@ Curves = dict[str, dict[int, Curve]]
 
 
 def _curves(rows: Iterable[CollectiveRow]) -> Curves:
-    """Fit curves by kind and number of devices: the geometric mean of the rows of each size."""
+    """Fit a curve for each kind and number of devices: the geometric mean seconds of each size."""
     seen: dict[tuple[str, int], dict[float, list[float]]] = {}
     for row in rows:
         curve = seen.setdefault((row.kind, row.size), {})
@@ -212,7 +212,7 @@ def _curves(rows: Iterable[CollectiveRow]) -> Curves:
 
 
 def _unseen_error(rows: Sequence[CollectiveRow], held: Sequence[bool]) -> FitError:
-    """Return the error of curves on the rows held back, which they do not go through."""
+    """Return the error on held-back measurements of curves that are fitted to the others."""
     curves = _curves(itertools.compress(rows, (not out for out in held)))
     test = list(itertools.compress(rows, held))
     predicted = [curves[r.kind][r.size].at(r.bytes_moved) for r in test]

@@ -2,10 +2,10 @@
 
 A loop soon comes back to its arrays; a step reads in its backward pass what it wrote in its forward
 pass, and goes once through weights and moments, so that caches hold less of it. A loop of
-collectives keeps all devices at one place; in a step some compute while others wait, on the cores
-that they share. These effects are measured on steps of our own: layers of kernels bound by memory
-and nothing else, an MLP on each device by itself, and the same MLP with weights split over two
-devices and tokens over the others, its collectives whole and as rings.
+collectives keeps all devices in step with each other; in a step some compute while others wait, on
+the cores that they share. These effects are measured on steps of our own: layers of kernels bound
+by memory and nothing else, an MLP on each device by itself, and the same MLP with weights split
+over two devices and tokens over the others, with its collectives and with rings.
 
 This is for devices that share a host's cores and caches. On a GPU such small steps are bound by
 launches.

@@ -59,7 +59,7 @@ class Grid:
 
     Attributes:
         dtypes: of matmuls, as HLO writes them.
-        m, nk: dims of matmuls; one of 256 rows in eight devices is one of 32 rows.
+        m, nk: dims of matmuls; m = 256 split over eight devices is m = 32.
         elements: of float32 on each device, of other kernels and collectives.
         whole_groups: whether collectives are measured among all devices alone, and not in groups.
         rounds: how often each is timed.
@@ -239,7 +239,7 @@ def _programs(grid: Grid) -> Iterator[tuple[tuple[Any, ...], Callable[[], Clock]
 
 
 def _beside(computes: bool, sends: bool, a: jax.Array, b: jax.Array, x: jax.Array) -> Any:
-    """Run a few matmuls, and beside them a few permutes that none of them waits for."""
+    """Run a few matmuls, and concurrently a few permutes that no matmul depends on."""
     for _ in range(_BESIDE):
         if computes:
             a = jnp.dot(a, b)

@@ -32,7 +32,7 @@ class Ranked:
         estimated_s, estimated_bytes: of the step as it is, partitioned by XLA; infinite if refused.
         simulated_s, simulated_bytes: of the overlapped step, compiled; None if it was not.
         refused: why this mesh has no estimate: the builder or XLA raised an error; "" if it has.
-        failed: why it was not compiled though asked for; "" if it was, or was not asked for.
+        failed: why it was not compiled though requested; "" if it was, or was not requested.
     """
 
     axes: dict[str, int]
@@ -103,7 +103,7 @@ def _recorded(one: Ranked, evaluate: Callable[..., Ranked], *arguments: Any) -> 
     """Return a mesh's evaluation; an error of the user's builder or of XLA is recorded in it.
 
     One mesh that cannot be built, traced or compiled is no reason to lose the others. A ValueError
-    is told by its message alone: builders say so what they cannot split.
+    is recorded by its message alone: builders raise one for what they cannot split.
     """
     try:
         return evaluate(*arguments)

@@ -21,12 +21,12 @@ class Collectives(msgspec.Struct, frozen=True):
 
     Attributes:
         curves: one for each kind, as HLO writes it, and each number of devices.
-        source: where the rows come from.
-        graph_sizes: numbers of devices whose rows were timed inside CUDA graphs, which launch a
-            collective for nothing; `seconds` adds LAUNCH_S to those.
-        error: on rows held back at random; a size is measured in two dtypes, so most of those have
-            a twin among the rows that were fitted.
-        error_new_sizes: the error of a second fit, with all rows of some sizes held back.
+        source: where the measurements come from.
+        graph_sizes: numbers of devices that were timed inside CUDA graphs, which launch collectives
+            at no cost; `seconds` adds LAUNCH_S to those.
+        error: on measurements held back at random; a size is measured in two dtypes, so most of
+            those have a twin among the measurements that were fitted.
+        error_new_sizes: the error of a second fit, with all measurements of some sizes held back.
     """
 
     curves: dict[str, dict[int, Curve]]
@@ -86,9 +86,9 @@ class Permutes(msgspec.Struct, frozen=True):
         channel_bytes_per_s: rate of one channel; 0 where permutes do not run on channels.
         bytes_per_s: rate of the link, in one direction.
         source: where these come from.
-        curve: seconds by bytes, in the place of these, where caches make it no line.
-        error: on the rows they are fitted to (three numbers: none was held back); None if there
-            are no rows.
+        curve: seconds by bytes, instead of these, where caches make it no line.
+        error: on the measurements they are fitted to (three numbers: none was held back); None if
+            there are none.
     """
 
     latency_s: float

@@ -41,7 +41,7 @@ Sent = tuple[str, int, Group]  # a collective: its kind, the bytes that a device
 
 @dataclass(frozen=True)
 class Share:
-    """The resources that running collectives take from compute beside them: Lagom's two terms.
+    """The resources that running collectives take from concurrent kernels: Lagom's two terms.
 
     Attributes:
         sms: streaming multiprocessors.
@@ -80,11 +80,11 @@ _CROWDING_SMS = 16
 
 
 def compute_factor(waves: float, beside: Share, chip: Chip) -> float:
-    """Return how many times longer the work of a kernel bound by its SMs takes beside a collective.
+    """Return the slowdown of a kernel bound by its SMs while collectives run.
 
     It needs more waves on the SMs that are left (FlashOverlap, arXiv 2504.19519), and each wave
     waits for the memory as often as the collective's SMs have it. The second factor is an
-    assumption: it makes an 8192^3 matmul beside an all-gather of 64 MiB a rank on eight H100s
+    assumption: it makes an 8192^3 matmul during an all-gather of 64 MiB a rank on eight H100s
     (pytorch pull 172714: 2.02 ms on SMs, 1.77 by copy engines) 1.94 and 1.71 ms.
 
     Args:

@@ -11,11 +11,11 @@ import msgspec
 
 
 class FitError(msgspec.Struct, frozen=True):
-    """The error of a fit on rows that it did not see: |predicted / measured - 1|.
+    """The error of a fit on held-back measurements: |predicted / measured - 1|.
 
     Attributes:
-        rows: how many rows were held back.
-        mean, median, worst: the error over all these rows.
+        rows: how many measurements were held back.
+        mean, median, worst: the error over all of these.
     """
 
     rows: int
@@ -77,7 +77,7 @@ class Curve(msgspec.Struct, frozen=True):
     def last_bytes_per_s(self) -> float:
         """Return the rate of the bytes that the largest message has over the next smaller one.
 
-        The largest message's whole rate where those bytes took no time, as noisy rows can say.
+        The largest message's average rate where those bytes took no time, as in noisy measurements.
         """
         moved, seconds = (values[-1] - values[-2] for values in (self.bytes_moved, self.seconds))
         return moved / seconds if seconds > 0 else self.bytes_per_s

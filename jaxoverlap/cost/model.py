@@ -1,13 +1,13 @@
-"""Price ops in seconds: matmuls, attention, other kernels and collectives, alone or side by side.
+"""Estimate the seconds of matmuls, attention, other kernels and collectives, alone or concurrent.
 
-Ops alone are priced by measured tables (`jaxoverlap.cost.tables`; benchmarks/accuracy.py has their
-errors), collectives across NVLink domains by NCCL's tuning model (`jaxoverlap.cost.nccl`), as no
-rows of those were measured.
+Ops alone are estimated by measured tables (`jaxoverlap.cost.tables`; benchmarks/accuracy.py has
+their errors), collectives across NVLink domains by NCCL's tuning model (`jaxoverlap.cost.nccl`), as
+none of those were measured.
 
-Ops side by side are priced by the two terms of Lagom (arXiv 2602.20656): the channels of a
+Concurrent ops are estimated by the two terms of Lagom (arXiv 2602.20656): the channels of a
 collective take SMs, so that a matmul needs more waves, and its traffic takes memory bandwidth, so
-that each wave may last longer. The paper's closed forms were not at hand: what stands here is a
-reconstruction from its description, with FlashOverlap's ratio of waves (arXiv 2504.19519).
+that each wave may last longer. The paper's closed forms were not at hand: this is a reconstruction
+from its description, with FlashOverlap's ratio of waves (arXiv 2504.19519).
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ class CostModel:
     ) -> float:
         """Seconds of [batch, m, k] x [batch, k, n].
 
-        Alone: the table. Beside a collective the time over the launch grows by the ratio of waves,
+        Alone: the table. During a collective the time over the launch grows by the ratio of waves,
         ceil(tiles / SMs left) / ceil(tiles / SMs), and by the collective's share of the memory
         (`compute_factor`); it is no shorter than the matmul's bytes take at the memory
         bandwidth that is left.
@@ -112,15 +112,15 @@ class CostModel:
 
         Alone: the table, which is of square causal scores, forward. Others by their operations at
         the same rate: twice without a mask (`benchmarks/accuracy.py` has the error of that), 2.5
-        times backward (FlashAttention-2, arXiv 2307.08691, section 4.1; an assumption: no rows).
-        Scores that are not square count as the square one with as many. Beside a collective as a
+        times backward (FlashAttention-2, arXiv 2307.08691, section 4.1; assumed, not measured).
+        Scores that are not square count as the square one with as many. During a collective as a
         matmul, with a tile for 128 queries of a head.
 
         Args:
             heads: number of heads in all the batch.
 
         Raises:
-            ValueError: for dims below one, a dtype of other than 16 bits, or a chip without rows.
+            ValueError: for dims below one, a dtype of other than 16 bits, or a chip without table.
         """
         if min(queries, keys, heads, head_size) < 1:
             raise ValueError(
@@ -158,7 +158,7 @@ class CostModel:
         Args:
             kernel: its work.
             beside: what collectives take meanwhile.
-            matmuls_s: seconds of its matmuls, where they are priced in another way.
+            matmuls_s: seconds of its matmuls, where these are estimated otherwise.
 
         Raises:
             ValueError: for a dtype that was not measured; `known` gives a kernel that has a price.
@@ -348,7 +348,7 @@ class CostModel:
         return max(peak - beside.memory_bytes_per_s, peak / 10)
 
     def _known(self, kind: str, bytes_moved: int) -> str:
-        """Return the measured kind as which a kind is priced."""
+        """Return the kind of collective whose measured curves estimate the time of another kind."""
         if bytes_moved < 0:
             raise ValueError(f"a {kind} of {bytes_moved} bytes: give zero or more")
         known = _COUNTED_AS.get(kind, kind)

@@ -1,6 +1,6 @@
 """Compute NCCL's seconds over a network, and the channels that it runs on, without tables.
 
-The measured tables end at one NVLink domain. Beyond it stands the model by which NCCL itself picks
+The measured tables end at one NVLink domain. Beyond it this is the model by which NCCL itself picks
 algorithm and protocol (NVIDIA/nccl, src/graph/tuning.cc of 2.18.3): latency + bytes / bandwidth,
 the least over ring and tree and the three protocols. It is a model and no measurement.
 """
@@ -69,7 +69,7 @@ class Channels:
             raise ValueError(f"{self}: give at least one channel, one byte and one thread")
 
     def bytes_per_s(self, compute_capability: tuple[int, int]) -> float:
-        """Return their rate together: each sends a chunk, then waits a step over NVLink to go on.
+        """Return the channels' total rate: each sends a chunk, then waits for a step over NVLink.
 
         A channel's own rate is that of NCCL's tuning model (ring, LL128). The terms for chunks and
         threads are reconstructions: Lagom says that the rate rises with C, and little with NT, and
@@ -247,8 +247,8 @@ def permute_channels(bytes_moved: float, communicator: int) -> int:
     """Channels of one send and receive inside an NVLink domain.
 
     Source: addP2pToPlan in NCCL's src/enqueue.cc: an equal part of the p2p channels for each
-    device of the communicator, doubled while more than 16 MiB are left for each. The rows that XLA
-    measured on 8, 64 and 72 GPUs show the same steps.
+    device of the communicator, doubled while more than 16 MiB are left for each. XLA's measurements
+    on 8, 64 and 72 GPUs show the same steps.
     """
     count = max(1, _P2P_CHANNELS // communicator)
     while bytes_moved / count > _PART_BYTES and count <= _P2P_CHANNELS // 2:

@@ -58,8 +58,8 @@ class MatmulTable(_Rates, frozen=True):
         result_bytes: bytes of a result's element.
         m, n, k: the knots, rising.
         log_factor: the table, m slowest and k fastest.
-        source: where the rows come from.
-        error: the fit's error on the rows held back.
+        source: where the measurements come from.
+        error: the fit's error on the measurements held back.
     """
 
     element_bytes: float
@@ -76,7 +76,7 @@ class MatmulTable(_Rates, frozen=True):
         return batch * (self.element_bytes * (m * k + k * n) + self.result_bytes * m * n)
 
     def seconds(self, m: int, n: int, k: int, batch: int = 1) -> float:
-        """Return seconds alone on the chip; a batch is looked up as that many times more rows."""
+        """Return the seconds of a matmul alone on the chip; the factor is that of m * batch."""
         base = (
             self.launch_s
             + 2.0 * batch * m * n * k / self.flops_per_s
@@ -95,8 +95,8 @@ class AttentionTable(_Rates, frozen=True):
     Attributes:
         length, heads, head_size: the knots, rising.
         log_factor: the table, length slowest and head_size fastest.
-        source: where the rows come from.
-        error: the fit's error on the rows held back.
+        source: where the measurements come from.
+        error: the fit's error on the measurements held back.
         error_full: the error on kernels without a mask, which no part was fitted to; None if there
             are none.
     """
@@ -131,7 +131,7 @@ class MemoryTable(msgspec.Struct, frozen=True):
         launch_s: seconds of a kernel with nothing to do.
         bytes_per_s: rate of bytes read and written together.
         source: where these come from.
-        curve: seconds by bytes, in the place of launch and rate, where caches make it no line.
+        curve: seconds by bytes, instead of launch and rate, where caches make it no line.
         transcendental_s: seconds of one exponential, tangent or root; 0 where they hide behind the
             bytes, as on GPUs.
         transposed_s: seconds that one byte takes longer if it is transposed; 0 where tiles hide
@@ -164,9 +164,9 @@ class ChipTables(msgspec.Struct, frozen=True, kw_only=True):
         format: the file's format; this reads FORMAT.
         chip: the device's name: of `jaxoverlap.hardware.cluster`, or as JAX calls what was found
             here.
-        date: when the rows were fitted.
+        date: when the tables were fitted.
         matmuls: a table for each dtype, as HLO writes it ("fp8" for both of its kinds).
-        attention: the table of bf16; None if there are no rows.
+        attention: the table of bf16; None if it was not measured.
         memory, collectives, permutes: see their classes.
         channels: the most channels that a collective runs on, each with an SM to itself; 0 where
             collectives take no SMs.

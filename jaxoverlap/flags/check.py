@@ -30,8 +30,8 @@ class Finding:
         status: "rejected": XLA ends the process, as it does for a "bad value". "ignored": XLA takes
             it and nothing changes, whatever its value. "renamed": it sets an option of another
             name. "default": it sets what holds anyway. "set": it does what it says. "unread": a
-            variable that NCCL's source does not read, which tells nothing of the NCCL in use.
-        note: what XLA said, the version that last had it, what to use instead.
+            variable that NCCL's source does not read; the NCCL in use may differ.
+        note: XLA's message, the version that last had it, what to use instead.
     """
 
     text: str

@@ -25,7 +25,7 @@ class Given:
     Attributes:
         name: without dashes.
         value: None where none was given, or where it is a placeholder that a script fills in.
-        text: as it stands there.
+        text: as it is written there.
     """
 
     name: str

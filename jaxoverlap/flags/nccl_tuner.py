@@ -1,11 +1,11 @@
 """Write each collective's channels as a file for NCCL's tuner plugin and as XLA options.
 
-NCCL asks a tuner plugin, for each collective, for algorithm, protocol and channels. Its example of
+NCCL calls a tuner plugin, for each collective, for algorithm, protocol and channels. Its example of
 one reads them from a file: CSV, of which the first row that fits is taken (NVIDIA/nccl@5067397c,
 2.30.7, plugins/tuner/example/plugin.c). To a collective that no row fits the plugin gives one
 channel, and likewise to one whose row says -1, which its README calls NCCL's choice; 0 is NCCL's
 choice, as it goes through the plugin and NCCL takes it for not set (src/enqueue.cc,
-ncclGetAlgoInfo). It is not asked about sends and receives: permutes and exchanges have only XLA's
+ncclGetAlgoInfo). It is not called for sends and receives: permutes and exchanges have only XLA's
 limit for all of a kind.
 """
 

@@ -1,6 +1,6 @@
 """Presets of flags and variables for DGX systems, Google's A3 and A4, and AWS's P5.
 
-XLA options are those that rings need (`flags.required`) and what sources agree on beside them;
+XLA options are those that rings need (`flags.required`) and others on which sources agree;
 variables are the network's, as its owner publishes them. Sources disagree, and most of their XLA
 options are for steps without rings: a `Conflict` says who says what, and what was taken. All of it
 is in presets.toml.
@@ -104,7 +104,7 @@ def preset(pod: str) -> Preset:
     """Return the preset of a name in `PRESETS`, or of a cluster such as "h100-sxm:8x8".
 
     A cluster's network is taken to be that of NVIDIA's own systems of its chip. With one process a
-    GPU no permute is a copy, and none is asked for.
+    GPU no permute is a copy, and the option for copies is not set.
 
     Raises:
         ValueError: if it is neither.

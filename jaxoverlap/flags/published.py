@@ -1,10 +1,10 @@
 """Sets of XLA options that others publish for training on GPUs.
 
-Unlike `presets.py`, which has what a cluster needs, these are whole sets that claim to make a plain
-step fast: `overlap()` compiles some of them too, and takes what is fastest. Left out of each: what
-the installed XLA refuses (`accepted` says which), and matmuls by cuBLAS, which pods have anyway.
+Unlike `presets.py`, which has what a cluster needs, these are complete sets that claim to make a
+plain step fast: `overlap()` compiles some of them too, and takes what is fastest. Left out of each:
+what the installed XLA rejects (see `accepted`), and matmuls by cuBLAS, which pods have anyway.
 Environment variables (NCCL's, the allocator's) change no schedule. Flags that have been renamed
-stand under their new names. All of it is in published.toml.
+have their new names. All of it is in published.toml.
 """
 
 from __future__ import annotations

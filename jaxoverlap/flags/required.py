@@ -61,7 +61,7 @@ def why_one_stream(mesh: Mesh, cluster: Cluster, asked: str = "auto") -> str | N
     Args:
         mesh: the mesh.
         cluster: its GPUs.
-        asked: "one" to have one stream for all. So does the environment variable.
+        asked: "one" requests one stream for all, as the environment variable does.
 
     Returns:
         The reason; None where there is but one kind of link.
@@ -96,21 +96,21 @@ def options_for(
 ) -> dict[str, str]:
     """Return the compiler options for an overlapped step on a mesh.
 
-    On CPUs of several processes sums stay apart beside rings and parts (`CPU_SUMS_APART`); on
-    those of one process there are none. Where each process has one GPU of the mesh no permute is a
-    copy, and none is asked for.
+    On CPUs of several processes all-reduces are not combined if there are rings or parts
+    (`CPU_SUMS_APART`); on those of one process there are no options. Where each process has one GPU
+    of the mesh no permute is a copy, and the option for copies is not set.
 
     Args:
         mesh: the mesh.
         rings: whether the step has any.
-        parts: whether its rows run in parts. With neither, only the permutes that XLA's partitioner
-            may add are made copies, as they are priced; its other defaults are as good.
+        parts: whether its batch is split in parts. With neither, only the permutes that XLA's
+            partitioner may add are made copies, as estimated; its other defaults are as good.
         least_sum: bytes of the smallest all-reduce that each part has for itself, as of the squares
-            in a norm. XLA makes one of two if they are small together; that would let each part
-            wait for the other, and then neither hides anything. Smaller ones it may join.
+            in a norm. XLA's combiner merges two that are small together; then each part would wait
+            for the other, and neither would hide anything. It may combine smaller ones.
         least_matmul: bytes that the smallest matmul of a part reads and writes on a device, of
-            those that share an operand with the other parts'. XLA makes one of two if one of them
-            is small; smaller ones than this it may join, as those of queries, keys and values.
+            those that share an operand with the other parts'. XLA merges two if one of them is
+            small; it may merge smaller ones than this, as those of queries, keys and values.
         nvlink_stream: whether NVLink's collectives get a stream of their own.
         joined_bytes: bytes that XLA may gather with one all-gather, as all weights of a layer; 0
             for each gather by itself.

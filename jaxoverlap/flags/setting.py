@@ -40,7 +40,7 @@ class Conflict:
 
     Attributes:
         name: the flag or variable.
-        said: (value, source), one a value; sources as in `Setting`.
+        said: (value, source) for each published value; sources as in `Setting`.
         ours: the value taken; empty: it is not set.
         why: the reason for `ours`.
     """

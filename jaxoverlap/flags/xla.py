@@ -1,7 +1,7 @@
 """XLA's flags for overlap, as data: what they mean, and which versions of jaxlib have them.
 
-Meanings are in xla.toml. The compilers themselves are asked which flags they have, and with which
-defaults; the answers are kept in xla.json, which `python -m benchmarks.flag_table` writes anew.
+Meanings are in xla.toml. Each compiler's flags and their defaults are in xla.json, which
+`python -m benchmarks.flag_table` writes anew from the compilers themselves.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ class Asked(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     Attributes:
         defaults: the defaults of the flags in xla.toml that it has.
         dead: the names in dead.toml that it has.
-        options: those flags that are compiler options; empty where only jaxlib was asked.
+        options: those flags that are compiler options; empty where only jaxlib was installed.
     """
 
     defaults: dict[str, str]
@@ -114,7 +114,7 @@ class Dead(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     Attributes:
         name: its name.
         instead: what to do now.
-        published: where it still stands.
+        published: where it is still published.
     """
 
     name: str

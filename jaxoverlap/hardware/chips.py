@@ -67,7 +67,7 @@ class Chip:
         nvlinks: NVLink links of a GPU.
         nvlink: Its link to the GPUs of its NVLink domain.
         network: Its link to all others. An assumption: see the module's text.
-        host_link: Its link to its host's memory, which carries as much the other way beside it.
+        host_link: Its link to its host's memory, which carries as much in both directions at once.
         nvlink_rack_gpus: The most GPUs that NVLink joins across hosts; 0 where it ends at the host.
         source: Where these facts come from.
     """

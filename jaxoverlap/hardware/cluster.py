@@ -2,7 +2,7 @@
 
 A cluster is named by a string: chip, hosts, GPUs a host. `parse_cluster("h100-sxm:8x8")` is eight
 hosts of eight, each with one JAX process for its eight GPUs; "h100-sxm:8x8/8" has eight processes
-on each host, one for each GPU, as SLURM starts them. After an @ stands the network of a host, in
+on each host, one for each GPU, as SLURM starts them. After an @ comes the network of a host, in
 Gbit/s, and after a comma its latency in microseconds, where they are not the chip's usual ones:
 "a100-sxm-80:16x8@80" has 80 Gbit/s a host, "a100-sxm-80:16x8@80,50" a latency of 50 µs besides.
 A network of a cloud that NCCL was measured on has a name: "b200:4x8@efa". Nothing here needs JAX.
@@ -148,8 +148,8 @@ def _like(chip: str) -> list[str]:
 def parse_cluster(text: str) -> Cluster:
     """The cluster that a string such as "h100-sxm:8x8" names: chip, hosts, GPUs a host.
 
-    After a slash stands how many JAX processes each host runs, if more than one, as in
-    "h100-sxm:8x8/8". After an @ stands the network: a name of `NETWORKS`, as in "b200:4x8@efa"; or
+    After a slash comes how many JAX processes each host runs, if more than one, as in
+    "h100-sxm:8x8/8". After an @ comes the network: a name of `NETWORKS`, as in "b200:4x8@efa"; or
     Gbit/s a host, and after a comma its latency in microseconds, as in "a100-sxm-80:16x8@80,50".
     Its other links are those of the chip.
 

@@ -51,7 +51,7 @@ def hosts_of(processes: Collection[int], within_s: float = WITHIN_S) -> Mapping[
 
     Args:
         processes: the processes to tell apart, this one among them.
-        within_s: how long to wait for those that have not said yet.
+        within_s: how long to wait for those that have not recorded it yet.
 
     Raises:
         DisagreementError: if one does not say in time.

@@ -78,7 +78,7 @@ def lost_named(within_s: float = 30.0) -> Iterator[None]:
             longer than their collectives wait.
 
     Raises:
-        LostError: in the place of the JaxRuntimeError of a collective.
+        LostError: instead of the JaxRuntimeError of a collective.
     """
     me, count = jits.started_processes()
     store: Store | None = jits.key_value_store() if count > 1 else None

@@ -1,4 +1,4 @@
-"""Meshes of GPUs that are not there.
+"""Describe meshes of GPUs that this machine does not have, to compile for them.
 
 XLA compiles for a GPU from a description of it. `pod_mesh("h100-sxm:8x8", {"fsdp": 8, "tp": 8})`
 is a mesh of sixty-four such descriptions: a jitted step whose arguments are sharded over it lowers

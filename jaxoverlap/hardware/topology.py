@@ -15,14 +15,14 @@ from jaxoverlap.hardware.pods import pod_of
 
 
 def cluster_of(mesh: Mesh, within_s: float = WITHIN_S) -> Cluster | None:
-    """Return the cluster that a mesh's devices say they are in; None if they are not known.
+    """Return the cluster of a mesh's devices; None for unknown chips, or hosts that differ.
 
     A host is what its processes say it is (`jaxoverlap.hardware.hosts`). Devices are taken to be
     numbered host by host.
 
     Args:
         mesh: the mesh.
-        within_s: how long to wait for processes that have not said yet where they run.
+        within_s: how long to wait for processes that have not recorded yet where they run.
 
     Raises:
         DisagreementError: if one of them does not say in time.

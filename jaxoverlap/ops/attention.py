@@ -1,10 +1,10 @@
-"""Attention that answers XLA's partitioner with a ring where the sequence is sharded.
+"""Define an attention that XLA partitions into a ring where the sequence is sharded.
 
     o = jaxoverlap.attention(q, k, v, is_causal=True)
 
-Where XLA lays queries out along the sequence, keys and values travel in a ring, each hop under a
-block of attention (`passes/rings/ring_attention.py`), or are gathered, if the ring loses by price.
-Batch and heads may be sharded beside that, and cost nothing.
+Where XLA shards queries along the sequence, keys and values travel in a ring, each hop under a
+block of attention (`passes/rings/ring_attention.py`), or are gathered, if that is estimated to take
+less time. Batch and heads may be sharded too, at no cost.
 """
 
 from __future__ import annotations
@@ -56,8 +56,8 @@ def attention(
     | --- | --- | --- |
     | [batch, sequence, heads, size] | [batch, keys, kv heads, size] | like query |
 
-    Differentiable in reverse mode, like every `jax.custom_vjp`. The scores of one block are held
-    whole, in float32. With a bias, a mask, three dims or any other argument of
+    Differentiable in reverse mode, like every `jax.custom_vjp`. All scores of one block are in
+    memory, in float32. With a bias, a mask, three dims or any other argument of
     `jax.nn.dot_product_attention` (`implementation="cudnn"` too) it is that function.
 
     Args:
@@ -171,7 +171,7 @@ def _rule_backward(_: Sequence[Any], **__: Any) -> tuple[str, dict[str, Any]]:
 
 @dataclass(frozen=True)
 class _Lies:
-    """How an attention lies on a mesh.
+    """The sharding of an attention on a mesh.
 
     Attributes:
         batch, heads: the mesh axes of the batch and of the kv heads.
@@ -185,7 +185,7 @@ class _Lies:
     ring: str
 
     def spec(self, letters: str) -> Spec:
-        """Return how a value of these dims lies."""
+        """Return the sharding of a value of these dims."""
         keys = (self.ring,) if self.ring else ()
         at = {"b": self.batch, "m": self.heads, "t": self.queries, "s": keys}
         return tuple(at.get(letter, ()) for letter in letters.split(" "))
@@ -229,7 +229,7 @@ def _local(
 
 
 def _lies(op: Operation) -> tuple[_Lies, Reason | None]:
-    """Lay an attention out, and say why its keys are gathered if they are."""
+    """Choose an attention's sharding; return it, and why keys are gathered, if they are."""
     batch, queries, heads, _, _ = even(op, 0)
     keys = even(op, 1)[1]
     if len(queries) != 1:
@@ -247,7 +247,7 @@ def _lies(op: Operation) -> tuple[_Lies, Reason | None]:
 
 
 def _why_unprofitable(op: Operation, axis: str, lies: _Lies) -> Reason | None:
-    """Return why a ring is not worth it: its blocks and hops take longer than gather and whole.
+    """Return why a ring does not pay: it would take longer than a gather and the full attention.
 
     With t for a block's two matmuls, tau for a hop: t + (N - 1) max(t, tau) against c + w.
     """

@@ -107,7 +107,7 @@ def _plain(logits: Array, labels: Array, first: Any = 0, axes: tuple[str, ...] =
     Args:
         logits, labels: as above.
         first: the first label of this part.
-        axes: the mesh axes over which the parts lie.
+        axes: the mesh axes over which the vocabulary is sharded.
 
     Returns:
         Both in float32 at least. The logit of a label outside of the vocabulary is nan.

@@ -118,7 +118,7 @@ def einsum(
         subscripts: as in `jax.numpy.einsum`: a text, or the first operand of the interleaved form,
             `einsum(x, [0, 1], w, [1, 2], [0, 2])`.
         operands: the operands, in the interleaved form each with its labels. A tuple or list in
-            the place of the second of two is several right sides of one left side: that is gathered
+            place of the second of two is several right sides of one left side: that is gathered
             once for all of them, as is what their gradients share, and the gradients that they send
             back travel as one sum.
         optimize: the order in which three or more operands are contracted, as there.
@@ -213,7 +213,7 @@ def _batch_dims(array: Array, batch: str) -> tuple[Array, str]:
 
 
 def stays_plain(*operands: Array) -> bool:
-    """Return whether an operation stays plain: manual code and explicit axes say all themselves."""
+    """Return whether an operation stays plain, as in manual code and on explicit axes."""
     meshes = [jax.sharding.get_abstract_mesh()]
     meshes += [jax.typeof(x).sharding.mesh for x in operands]
     return any(

@@ -34,10 +34,10 @@ class LocalGroup:
     """One device's part of a group; call it with the local operands, two for each matmul.
 
     Attributes:
-        operands, results: how the operands and the results lie.
+        operands, results: the shardings of the operands and the results.
         fulfilled: the wishes of later operations that it fulfils.
-        outputs: the values of the results, and of what was wished for; a place among the operands
-            for one that comes gathered.
+        outputs: the values of the results, and of fulfilled wishes; an index among the operands for
+            one that comes gathered.
         steps: what is done, in order.
     """
 
@@ -56,7 +56,7 @@ class LocalGroup:
 
 
 class _Apart(Exception):
-    """The terms of a sum lie in different ways."""
+    """Raised where the terms of a sum would be sharded differently."""
 
 
 def local_group(
@@ -70,7 +70,7 @@ def local_group(
 
     Args:
         body: the group's jaxpr: `dot_general`s, and the sums of some.
-        told: how each matmul's sides lie around the operation.
+        told: the shardings of each matmul's sides around the operation.
         sharing: the rings of the body.
         wishes: what later operations would read gathered: a ring that gathers it keeps it.
         mesh: the mesh.
@@ -157,7 +157,7 @@ class _Writer:
         self.steps.append(step)
 
     def matmul(self, dot: Dot, reader: Member | None) -> None:
-        """Multiply between plain collectives; a reader may read what a ring has kept."""
+        """Add a matmul without a ring; a ring's reader uses the operands that the ring gathered."""
         i, dtype = dot.index, dot.eqn.outvars[0].aval.dtype
         member = reader or _member(dot)
         matmul = self.known(dot)
@@ -200,7 +200,7 @@ class _Writer:
         self.steps.append(step)
 
     def known(self, dot: Dot) -> ShardedMatmul:
-        """Return a matmul with its shardings; a side whose sharding is not known is taken whole."""
+        """Return a matmul with its shardings; a side of unknown sharding counts as replicated."""
         told = self.told[dot.index]
         ndims = [v.aval.ndim for v in (*dot.eqn.invars, dot.eqn.outvars[0])]
         specs = [((),) * n if s is None else s for s, n in zip(told[:3], ndims, strict=True)]
@@ -227,7 +227,7 @@ class Alone:
         lhs, rhs: the operands, as they are wanted.
         out: the result, as it is given.
         scattered: axes over which its partial sums are scattered, each with the dim, in order.
-        summed: axes over which they are added up whole.
+        summed: axes over which they are all-reduced.
     """
 
     lhs: Spec = ()
@@ -238,10 +238,10 @@ class Alone:
 
 
 def alone(matmul: ShardedMatmul, *, owner: bool = False) -> Alone:
-    """Lay out a matmul without a ring: each axis shares its work where that moves the fewest bytes.
+    """Shard a matmul without a ring: each axis along the letter for which the fewest bytes move.
 
     Args:
-        matmul: the matmul, as it lies around the operation.
+        matmul: the matmul, with its shardings around the operation.
         owner: give the result as it is wanted, whatever that moves.
     """
     held = _held(matmul, owner)

@@ -1,9 +1,9 @@
-"""Partition an operation: decide with the rules of the whole road, and write one device's part.
+"""Partition an operation: decide on rings as for a step, and write one device's program.
 
-XLA's partitioner has settled how the operands and the results lie, and asks. The matmuls are
-decided on as the body of a step would be (`passes/planning`): rings, who shares them, what they
-cost. What a ring reads may have to be gathered on other axes before: then the operation asks for
-operands that are gathered, and XLA gathers them, once for all operations that read them so.
+XLA's partitioner has settled the shardings of operands and results when it calls the operation. The
+matmuls are decided on as the body of a step would be (`passes/planning`): rings, the matmuls that
+share them, their cost. An operand of a ring may have to be gathered on other axes first: then the
+operation requests it gathered, and XLA gathers it, once for all operations that read it so.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ def _partitioned(
     Args:
         group: the matmuls.
         avals: the types of their operands, two for each matmul.
-        operands, results: how these lie.
+        operands, results: the shardings of these.
         wishes: what later operations would read gathered.
         mesh: the mesh.
         by_copy: whether permutes inside a process are copies.
@@ -99,7 +99,7 @@ def _unspread(group: MatmulGroup, avals: Sequence[Any]) -> list[Any]:
 
 
 def _shardings(group: MatmulGroup, operands: Told, results: Told) -> dict[int, Shardings]:
-    """Return the shardings of each matmul; the terms of a sum lie as the sum."""
+    """Return the shardings of each matmul; the terms of a sum have the sum's sharding."""
     number, told = itertools.count(), {}
     for output, result in zip(group.outputs, results, strict=True):
         for _ in output:
@@ -111,8 +111,8 @@ def _shardings(group: MatmulGroup, operands: Told, results: Told) -> dict[int, S
 def terms_now(mesh: Mesh) -> Terms:
     """Collect the terms of decisions on a mesh, in the compilation that is going on.
 
-    Permutes are priced as copies between the GPUs of a process only where XLA is told to make them
-    so (`compiler_options`); else they are NCCL's, and most rings lose against whole collectives.
+    Permutes are estimated as copies between the GPUs of a process only where XLA's options make
+    them so (`compiler_options`); else they are NCCL's, and most rings lose against the collective.
     """
     return _terms(mesh, _permutes_are_copies())
 
@@ -131,7 +131,7 @@ def _terms(mesh: Mesh, by_copy: bool) -> Terms:
         groups = {axis: replace(group, by_copy=False) for axis, group in groups.items()}
 
     def exposed(ring: Ring) -> float | None:
-        """Take a sum over the network to hide: mostly a weight's gradient, which nobody awaits."""
+        """Return a ring's collective's assumed exposed seconds: 0 for a sum over the network."""
         assert prices is not None
         network = groups[ring.axis].domains > 1
         if network and ring.kind in ("reduce_scatter", "all_reduce"):
@@ -148,7 +148,7 @@ def compiler_options(mesh: Mesh, *, streams: Literal["one", "two"] = "one") -> d
         step = jax.jit(train_step, compiler_options=jaxoverlap.compiler_options(mesh))
 
     With them permutes inside a process are copies between its GPUs, and hops stay apart. Without
-    them permutes are NCCL's, and most collectives are left whole.
+    them permutes are NCCL's, and most collectives are not decomposed.
 
     Args:
         mesh: the step's mesh; for one that is not of NVIDIA GPUs there are none.

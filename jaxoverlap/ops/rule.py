@@ -1,4 +1,4 @@
-"""The sharding rule of matmuls that are one operation, in Shardy's words."""
+"""Write the Shardy sharding rule of an operation that computes one or several matmuls."""
 
 from __future__ import annotations
 

@@ -35,7 +35,8 @@ class Configuration:
         recompute: what the backward pass computes again: "none"; "selective": scores of
             attention; "full": each layer from its input.
         interleave: pieces of the model that each stage has, in turn (1: one).
-        sequence_parallel: whether what tensor parallelism leaves whole is split over the sequence.
+        sequence_parallel: whether values that tensor parallelism replicates are sharded over the
+            sequence.
         overlap: whether tensor and FSDP collectives run as rings and gathers ahead, as
             `jaxoverlap.overlap` makes them.
     """
@@ -109,14 +110,14 @@ class Configuration:
         return max(sum(layers[s :: self.pipeline]) for s in stages)
 
     def shard_share(self, model: Transformer) -> float:
-        """Return a device's share of weights that FSDP shards by rows, so shards are padded."""
+        """Return a device's share of FSDP's weights, whose first dim is padded to equal shards."""
         return -(-model.hidden // self.fsdp) / model.hidden
 
     def illegal(self, model: Transformer, global_batch: int, stack: Stack | None = None) -> str:
         """Say why a model cannot be split so; "" if it can.
 
         Args:
-            stack: the training software, for what it refuses beside; None: what none can do.
+            stack: the training software, for what it cannot combine; None: only what none can.
         """
         rules = (
             *self._rules(model, global_batch),

@@ -34,7 +34,7 @@ class Configurations(Sequence[Scored]):
     """Ranked configurations, fastest first. Prints as a table.
 
     Attributes:
-        model, cluster, global_batch, stack: what was asked.
+        model, cluster, global_batch, stack: the arguments of `configure`.
         found: the outcome of the search, counts and all.
         tools: what of this library the first of them uses, and the estimated seconds each saves.
     """

@@ -1,4 +1,4 @@
-"""Add up a step's seconds by term: ConfigTuner's form, completed.
+"""Estimate a step's seconds by term, with ConfigTuner's formula and the terms that it lacks.
 
 T = compute + model + context + expert + fsdp + pipeline + data + bubble + optimizer (arXiv
 2512.24750 publishes the sum and its term for tensor parallelism; the others are reconstructions,
@@ -123,7 +123,7 @@ class IterationTime:
         """Return seconds that no placement goes below: kernels, their bubble, rings, and gathers.
 
         Args:
-            placement: any; tensor parallelism stands innermost in all of them.
+            placement: any; tensor parallelism is innermost in all of them.
         """
         layer_s = self._layer(_kernels_key(config)).step_s
         layer_s += self._layer_sends(config, placement).model
@@ -188,7 +188,7 @@ class IterationTime:
     def _kernel_uncached(self, kernel: MatmulKernel | AttentionKernel) -> float:
         """Return the seconds of a kernel.
 
-        Attention on a chip that has no rows of it gets the rate of a square matmul of 4096, halved:
+        Attention on a chip that has no such table gets the rate of a square matmul of 4096, halved:
         FlashAttention-2 reaches 0.5 to 0.7 of that on A100s (Dao 2023, figure 4).
         """
         if isinstance(kernel, MatmulKernel):
@@ -321,9 +321,9 @@ class IterationTime:
     def _rings_s(self, config: Configuration, placement: Placement, sends: Iterable[Sent]) -> float:
         """Seconds that rings along the tensor axis leave exposed in a layer, or add to its matmuls.
 
-        A collective beside a matmul becomes n chunks of it and n - 1 hops: chunk + (n - 1)
+        A collective next to a matmul becomes n chunks of it and n - 1 hops: chunk + (n - 1)
         max(chunk, hop), whatever of it is more than the matmul (`jaxoverlap.passes.rings`). The
-        backward pass has two matmuls over each hop. A site keeps its collective where that is less.
+        backward pass has two matmuls over each hop. The collective stays where that takes less.
         """
         n, group = config.model, placement.group("model")
         counted = work.layer(self.model, config, self.stack)

@@ -250,8 +250,8 @@ def _scattered_gradients(
 ) -> float:
     """Count the gradients where XLA scatters each layer's as soon as they are there.
 
-    It does so for every ZeRO stage, as nothing is added to them; one layer's are still whole, and
-    those of the tables, which wait for the embedding's.
+    It does so for every ZeRO stage, as nothing is added to them; one layer's are still unsharded,
+    and those of the tables, which wait for the embedding's.
     """
     if not config.zero_stage:
         return state_bytes(model, config, stack, params)[1]

@@ -25,7 +25,7 @@ class Transformer:
         head_dim: elements of a head; None: hidden / heads.
         experts: experts of a layer; 0: a dense model.
         choices: experts that a token goes to.
-        shared_mlp: inner size of the expert that every token takes beside its choices; 0: none.
+        shared_mlp: inner size of the expert that every token takes besides its choices; 0: none.
         gated: whether an MLP has three matrices (SwiGLU) and not two.
         biases: whether matmuls and norms have biases.
         learned_positions: rows of a learned table of positions; 0: rotary or none.

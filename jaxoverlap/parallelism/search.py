@@ -1,10 +1,10 @@
 """Search all legal configurations of a model on a cluster: exact, and small.
 
-Candidates are pruned in three ways that cannot lose the best one. Illegal splits and those that
+Candidates are pruned by three rules that cannot lose the best one. Illegal splits and those that
 do not fit in memory are dropped. Of one split and ZeRO stage only the least recompute that fits is
-kept, which is never slower in the form. And candidates are tried in the order of two bounds
-(kernels without any collective; then the densest placement), until a bound is slower than the last
-of those kept.
+evaluated, which is never slower in the model. And candidates are evaluated in the order of two
+bounds (kernels without any collective; then the densest placement), until a bound is slower than
+the last of the results.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class Found:
         best: the fastest, fastest first.
         splits: splits of the devices that divide everything evenly.
         fitting: configurations that fit in memory, one for each split and ZeRO stage.
-        priced: those whose seconds were worked out, over all their placements.
+        priced: those whose seconds were estimated, over all their placements.
         smallest: of what does not fit, what needs least memory; None if all fit.
         search_s: seconds that the search took.
     """

@@ -71,7 +71,7 @@ def spec_of(path: str, ndim: int, *, stacked: int = 0) -> P:
         path: the names of a parameter and of what it is in.
         ndim: its dims.
         stacked: how many of its first dims stack layers, as of parameters that a scan runs over.
-            The first is over pipeline, the others whole.
+            The first is sharded over pipeline, the others are not.
 
     Raises:
         ValueError: if no rule matches, which says what to add to `RULES`; or if the parameter has

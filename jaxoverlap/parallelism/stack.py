@@ -25,7 +25,7 @@ class Stack:
         gradient_passes: reads and writes of all gradients between backward pass and Adam: scaling,
             a search for infinities, the norm, clipping.
         split_sends: whether stages send each device's part of an activation (scatter and gather,
-            Narayanan et al., arXiv 2104.04473, section 4.1) and not whole copies.
+            Narayanan et al., arXiv 2104.04473, section 4.1) and not full copies.
         lockstep: whether stages share a clock, as those of `jaxoverlap.parallelism.pipeline`: a
             piece keeps its input alone, and its backward pass runs it forward again.
         sums_every_micro_batch: axes over which gradients are summed in every micro-batch: XLA's
@@ -78,7 +78,7 @@ class Stack:
         network_share: bytes per second over the network, over those of NCCL's model for the
             cluster's links.
         buffer_bytes: buffers of collectives, and what else does not grow.
-        micro_batch_bytes: what a micro-batch in flight keeps beside its layers' activations.
+        micro_batch_bytes: what a micro-batch in flight keeps besides its layers' activations.
         reserve: memory that the allocator takes from the device, over what the step needs.
         source: where fitted factors come from; "" if nothing was fitted.
     """

@@ -28,13 +28,13 @@ def length(spans: Spans) -> float:
 
 
 def within(spans: Spans, start: float, end: float) -> Spans:
-    """Return the part of disjoint spans that lies between two times."""
+    """Clip disjoint spans to the interval between two times."""
     first, last = np.searchsorted(spans[:, 1], start, "right"), np.searchsorted(spans[:, 0], end)
     return np.clip(spans[first:last], start, end)
 
 
 def without(spans: Spans, taken: Spans) -> Spans:
-    """Return the part of disjoint spans that lies in none of the spans `taken`."""
+    """Subtract the spans `taken` from disjoint spans."""
     pieces: list[tuple[float, float]] = []
     for start, end in spans:
         covered = start

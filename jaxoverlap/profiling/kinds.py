@@ -61,7 +61,7 @@ class Label:
         op: the HLO instruction or, without one, the kernel's name.
         source: the "folder/file.py:line" that it came from; empty if unknown.
         op_name: the path of names above the JAX operation.
-        work: what the instruction asks of a device.
+        work: the work of the instruction on a device.
         collective: the collective; bytes and devices are 0 where no HLO says them.
         entry: whether it is in the module's entry computation, so that a step runs it once.
     """

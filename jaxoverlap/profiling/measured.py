@@ -95,7 +95,7 @@ class DeviceStep:
 
     @classmethod
     def from_device(cls, device: Device, window: Window, classifier: Classifier) -> DeviceStep:
-        """Cut a step out of a device's events."""
+        """Select the events of one step from a device's events, by their start."""
         start, end = window
         inside = [(e, classifier.label(e)) for e in device.events if start <= e.start_ns < end]
         inside = [(e, m) for e, m in inside if m.kind != "container"]
@@ -128,7 +128,7 @@ class DeviceStep:
         return [(e, m.collective) for e, m in self.events if m.collective]
 
     def runs(self, waited_s: dict[int, float]) -> Iterator[CollectiveRun]:
-        """Yield each collective, given the seconds that it waited, by its place among them."""
+        """Yield each collective's run; `waited_s` has the seconds each waited, by its index."""
         kernels = [(e, m) for e, m in self.events if not m.collective]
         starts = np.array([e.start_ns for e, _ in kernels])
         longest = max((e.end_ns - e.start_ns for e, _ in kernels), default=0.0)

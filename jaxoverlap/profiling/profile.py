@@ -104,7 +104,7 @@ class Profile:
         ratios: measured against predicted, by class of kernel.
         unknown: seconds of kernels that no rule knows, by name; they count as compute.
         graph_s: seconds of CUDA graphs, each one event: what runs inside is not seen.
-        other_programs: seconds of a step's devices in other programs, over the whole profile.
+        other_programs: seconds of a step's devices in other programs, over all of the profile.
         ignored: events that are no work of a device, and their number.
         incomplete: runs that the profile does not have from start to end.
         absent: devices that ran something else only.
@@ -168,7 +168,7 @@ def read(
         cluster: where it ran, as `jaxoverlap.simulate` takes it.
         compiled: the step that ran, or its scheduled HLO's text, where the profile has no HLO
             (Chrome traces have none) or the text should have the source lines that it has.
-        module: the program's name, in place of the one that takes most of the devices' time.
+        module: the program's name, instead of the one that takes most of the devices' time.
 
     Raises:
         ValueError: if it is no such profile, has no such program, or no complete step; if a cluster
@@ -241,7 +241,7 @@ def _texts(
 def _median_step(
     steps: Steps, classifier: Classifier
 ) -> tuple[tuple[float, ...], int, list[DeviceStep]]:
-    """Return the seconds of each step, the place of the median one, and its devices."""
+    """Return the seconds of each step, the index of the median step, and its devices."""
     seconds = [
         sum(end - start for start, end in windows) * 1e-9 / len(windows)
         for windows in steps.windows

@@ -33,8 +33,8 @@ def profile(
 
     Runs the step once unmeasured, then `steps` times under `jax.profiler`, one at a time, and
     reads what the profiler saw of every device. The answer comes from unions of the devices' own
-    intervals: step = compute + exposed + idle. Or reads a profile that is there: give its file or
-    folder in place of the step, as from your own training loop with `jax.profiler.trace(FOLDER)`.
+    intervals: step = compute + exposed + idle. Or reads an existing profile: give its file or
+    folder instead of the step, as from your own training loop with `jax.profiler.trace(FOLDER)`.
 
         print(jaxoverlap.profile(step, state, batch))
         jaxoverlap.profile("profiles/run7").to_html("step.html")

@@ -3,7 +3,7 @@
 A program has a module's name and, in each process, a number. CPU devices number their runs. On a
 GPU a run begins with an instruction that a run has once: one of the entry computation, where the
 profile carries the module. Where no event names a program, the profiler's own marks are the steps,
-or the whole profile is one.
+or the full profile is one.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def steps_of(recording: Recording, classifier: Classifier, module: str | None = 
     Args:
         recording: the profile.
         classifier: what its events are.
-        module: the program's name, in place of the one that takes most of the devices' time.
+        module: the program's name, instead of the one that takes most of the devices' time.
 
     Raises:
         ValueError: if no program has that name, or a device has no complete run.
@@ -96,7 +96,7 @@ def _busiest(device: Device, program: str) -> list[DeviceEvent]:
 
 
 def _unnamed(recording: Recording) -> Steps:
-    """Take what begins at each of the profiler's marks, or the whole profile, on each device."""
+    """Split at the profiler's marks where no event names a program; without marks take one step."""
     ends = [max(e.end_ns for e in device.events) for device in recording.devices]
     starts = [(mark,) * len(ends) for mark in recording.marks]
     starts = starts or [tuple(device.events[0].start_ns for device in recording.devices)]

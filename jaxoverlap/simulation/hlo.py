@@ -1,7 +1,7 @@
 """Read the text of a scheduled HLO module: computations, instructions in order, source lines.
 
 It reads only what the audit needs. Computations start in column 0 (braces do not nest reliably in
-the text), an instruction is one line, and its place in the text is its place in the schedule.
+the text), an instruction is one line, and its position in the text is that in the schedule.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class Instruction:
         shape: the result's shape, as text.
         opcode: as HLO writes it, as in "collective-permute-start".
         operands: names of the operands.
-        line: the whole line.
+        line: the full line.
     """
 
     name: str
@@ -105,8 +105,8 @@ class Module:
         num_devices: devices that it runs on.
         computations: instructions by computation, in schedule order.
         frames: "folder/file.py:line" by stack frame id.
-        donated: results, by number, that lie in the memory of an argument.
-        multi_streaming: whether XLA was asked for two communication streams, used in turns; the
+        donated: results, by number, that are in the memory of an argument.
+        multi_streaming: whether XLA's options set two communication streams, used in turns; the
             text does not say.
     """
 
@@ -150,7 +150,7 @@ def parse(text: str) -> Module:
     """Parse the text of a scheduled HLO module.
 
     Raises:
-        ValueError: if it is not the text of a whole HLO module, or the module is not scheduled.
+        ValueError: if it is not the text of a complete HLO module, or the module is not scheduled.
     """
     head = text.split("\n", 1)[0]
     if not head.startswith("HloModule "):
@@ -176,7 +176,7 @@ def parse_partitioned(text: str, num_devices: int) -> Module:
         num_devices: devices that it is for, which the text does not say.
 
     Raises:
-        ValueError: if it is not the text of a whole HLO module.
+        ValueError: if it is not the text of a complete HLO module.
     """
     module = replace(_parsed(text), num_devices=num_devices)
     counted = {

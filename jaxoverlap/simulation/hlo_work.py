@@ -56,10 +56,10 @@ def work(module: hlo.Module, instruction: hlo.Instruction, shapes: Mapping[str, 
     """Return the work of an instruction on one device.
 
     Args:
-        module: the module that it stands in.
+        module: the module that it is in.
         instruction: anything but a collective, or what runs other computations (while, call,
             conditional).
-        shapes: the shapes of the instructions beside it, by name, as text.
+        shapes: the shapes of its computation's instructions, by name, as text.
     """
     opcode = instruction.opcode
     if opcode in _FREE or opcode.endswith(("-done", "-update")):

@@ -1,6 +1,6 @@
 """Find the copies between a device and its host's memory in a scheduled module.
 
-An array whose layout has a memory space of 5 lies in the host's (pinned) memory. Whatever reads one
+An array whose layout has a memory space of 5 is in the host's (pinned) memory. Whatever reads one
 and gives an array of the device is a copy from it, also a kernel that does so by itself; what
 writes into one is a copy to it. Each is a `Collective` of one device, so that whatever knows
 collectives knows what a copy hides behind.

@@ -4,7 +4,7 @@ Kernels run one after the other in schedule order. A collective waits for those 
 stream (`streams.py`), and on its link: each class of link, NVLink and the network, is a lane that
 carries one collective at a time, in the order of their starts; so is each direction of the link to
 the host, for copies from and to its memory. At a collective's done the kernels wait for what is
-missing of it; a synchronous one they wait for whole. While a collective runs, a kernel beside it
+missing of it; for a synchronous one they wait from start to end. While a collective runs, a kernel
 runs at the slower rate that the cost model gives for that share of the chip, for as long as both
 run (Lagom's contention; a replay in time instead of its closed form).
 
@@ -167,7 +167,7 @@ class _Flight:
         lane: the link.
         stream: the communication stream; None for that of the kernels.
         begin, end: when it is on the link.
-        share: what it takes from kernels beside it.
+        share: the share of the chip that it takes from concurrent kernels.
         collective: the collective.
         behind: the flight, by number, whose end it waits for before it begins; None if for none.
     """

@@ -21,19 +21,19 @@ class Collective:
     """A collective of a scheduled module.
 
     Attributes:
-        name: the instruction; computation: where it stands.
+        name: the instruction; computation: the one that it is in.
         kind: as HLO writes it, as in "all-gather".
         bytes_moved: bytes that each device sends when it runs once, by a ring.
         group_size: devices that take part together.
         runs: how often a step runs it; a loop whose trips XLA does not know counts once.
         source: the "folder/file.py:line" it came from; empty if the module does not say.
         ring: the ring that it is a hop of, as in "all_gather_matmul.7", or None.
-        asynchronous: whether anything can run beside it.
+        asynchronous: whether anything can run concurrently.
         matmuls: the matmuls scheduled between its start and its done.
         groups: which devices take part together, as HLO writes it; empty: all.
         op_name: the path of names above the JAX operation it came from.
         by_copy: whether it is a permute that is to be a copy, where its devices are one process's.
-        scale_up: whether XLA was told that all its groups lie within an NVLink domain each.
+        scale_up: whether XLA has it marked that each of its groups is within one NVLink domain.
         stream: XLA's number of the communication stream that it runs on (`streams.py`); None: the
             stream of the kernels, as of all that are synchronous, or not known.
     """

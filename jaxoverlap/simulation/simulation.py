@@ -48,7 +48,7 @@ class Simulation(Timeline):
     def to_html(self, path: str | Path, *, plain: Timeline | None = None) -> None:
         """Write an interactive page of the step, and above it `plain`, at the same scale.
 
-        Hovering tells op, bytes, time and source line. The page needs nothing but itself.
+        Hovering shows op, bytes, time and source line. The page needs no other file.
         """
         said = f": {self.speedup}" if self.speedup else ""
         title = f"{self.module} on {self.cluster}{said}"
@@ -113,7 +113,7 @@ def simulate(
 ) -> Simulation:
     """Replay a compiled step in time, as one device of a cluster runs it.
 
-    Kernels run in schedule order and collectives beside them, one at a time on each class of link
+    Kernels run in schedule order, collectives concurrently, one at a time on each class of link
     and on each of the streams on which XLA launches them (`jaxoverlap/simulation/streams.py`);
     while both run, the kernels are slower by what the cost model says
     (`jaxoverlap/simulation/replay.py` has the rules and what they leave out). Nothing runs: only

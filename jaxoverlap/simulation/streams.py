@@ -4,13 +4,13 @@ A stream runs its work in the order in which it was started. A synchronous colle
 stream of the kernels. All asynchronous ones share communication stream 0, copies between peers
 included, unless one of two options makes more of them:
 
-- `xla_gpu_collective_domain_assignment=scale_up_fabric` marks each collective whose groups lie
+- `xla_gpu_collective_domain_assignment=scale_up_fabric` marks each collective whose groups are
   within an NVLink domain each; those have stream 3 to themselves (1 and 2 are for point-to-point
   sends of pipelines).
 - `xla_gpu_experimental_enable_collective_multi_streaming` makes two streams of each of these, used
   in turns.
 
-Here is the one place that knows of it: replay, scheduler pass and estimate ask here.
+Only this module knows of it: replay, scheduler pass and estimate call it.
 XLA: `xla/service/gpu/execution_stream_assignment.cc`, as of jaxlib 0.11.2 and 0.12.0.1; a test
 holds this against what these launch.
 """
@@ -58,7 +58,7 @@ def with_streams(module: hlo.Module, collectives: Iterable[Collective]) -> Itera
 
     Args:
         module: the module.
-        collectives: all of it; a computation that runs in several places has its own several times.
+        collectives: all of it; those of a computation that is called several times are repeated.
     """
     listed = list(collectives)
     turns = _turns(module, listed) if module.multi_streaming else {}
@@ -85,7 +85,7 @@ def apart(
         num_devices: devices of the module.
 
     Returns:
-        The places of the starts that each instruction must not meet, by its place.
+        The indices of the starts that each instruction must not meet, by its index.
     """
     positions = {
         position: {(c.stream, c.groups) for c in cs} for position, cs in enumerate(asynchronous)

@@ -27,12 +27,12 @@ class Event:
 
     Attributes:
         lane: COMPUTE, NVLINK, NETWORK, COLLECTIVES, or a direction of the link to the host
-            (`host_copies`); "compute 2" has what a profile saw beside what is on "compute".
+            (`host_copies`); "compute 2" has what a profile saw concurrently with "compute".
         kind: "matmul", "memory" (a kernel bound by memory), "collective", or "wait": the compute
             lane waits for `collective`.
-        name: the instruction; computation: where it stands.
+        name: the instruction; computation: the one that it is in.
         start_s, end_s: from the step's start.
-        alone_s: seconds that it would take with nothing beside it.
+        alone_s: seconds that it would take alone.
         runs: how often a step does this.
         source: the "folder/file.py:line" it came from; empty if the module does not say.
         op: the last names of the JAX operation that it came from.

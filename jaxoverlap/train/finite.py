@@ -1,4 +1,4 @@
-"""Choose between what was computed and what was before, by whether it is finite."""
+"""Replace computed values by the values before them, unless all are finite."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def all_fine(tree: Any) -> jax.Array:
 
 
 def kept_if(fine: jax.Array, after: Any, before: Any) -> Any:
-    """Return what is after where it is fine, else what was before.
+    """Return the values after where `fine` is true, else the values before.
 
     Args:
         fine: [] for all, or [workers] for trees with a leading dim of workers.

@@ -18,7 +18,7 @@ class WorkerPlacement:
     """Shardings: the mesh, the workers' axis, and whether outer state is sharded over it.
 
     Scattered is a leaf along its first dim that the workers divide and no other axis takes; a leaf
-    without such a dim stays whole.
+    without such a dim is replicated.
     """
 
     mesh: Mesh
@@ -34,7 +34,7 @@ class WorkerPlacement:
         """Return the spec of a worker's own leaf, which may not name the workers' axis.
 
         Raises:
-            ValueError: if it does, or the leaf lies on another mesh.
+            ValueError: if it does, or the leaf is on another mesh.
         """
         sharding = getattr(leaf, "sharding", None)
         if not isinstance(sharding, NamedSharding):
@@ -77,9 +77,9 @@ class WorkerPlacement:
         return jax.tree.map(one, tree)
 
     def of_workers(self, workers: int) -> Callable[[Any], jax.ShapeDtypeStruct]:
-        """Return what makes shapes of so many workers of those of this mesh's.
+        """Return a function that changes shapes of this mesh's workers to those of so many workers.
 
-        The dim of workers is whole on each device, other dims are sharded as they are.
+        The dim of workers is not sharded, other dims are sharded as they are.
         """
 
         def one(leaf: Any) -> jax.ShapeDtypeStruct:

@@ -39,7 +39,7 @@ class Programs:
     def beside(self, key: Hashable, make: Callable[[], Any]) -> None:
         """Compile a program in a thread, unless it is compiled or being compiled.
 
-        What was on the way and has not been asked for when more than `most` are is let go.
+        If more than `most` are under way, the oldest that nobody has requested is dropped.
         """
         if key in self._made or key in self._on_the_way:
             return
@@ -60,7 +60,7 @@ class Programs:
 
 
 def like(leaf: Any) -> jax.ShapeDtypeStruct:
-    """Return the shape of an array, with its sharding."""
+    """Return the ShapeDtypeStruct of an array, with its sharding."""
     return like_at(leaf, leaf.sharding)
 
 

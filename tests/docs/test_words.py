@@ -25,7 +25,7 @@ RETIRED = [
     "left alone", "left plain", "turned", "anchored", "rooms", "strangers", "drawn",
 ]  # fmt: skip
 WORDS = re.compile(rf"\b(?:{'|'.join(RETIRED)})\b", re.IGNORECASE)
-PACKAGES = ("jaxoverlap/cli", "jaxoverlap/flags", "jaxoverlap/simulation", "models")
+PRINTING = ("jaxoverlap/cli", "jaxoverlap/flags", "jaxoverlap/simulation")
 
 
 def retired(text: str) -> list[str]:
@@ -63,28 +63,35 @@ def test_help_has_no_word_of_its_own():
     assert not {name: words for name, words in found.items() if words}
 
 
-def modules() -> list[Path]:
-    return [file for folder in PACKAGES for file in sorted((ROOT / folder).rglob("*.py"))]
+def modules(*folders: str) -> list[Path]:
+    return [file for folder in folders for file in sorted((ROOT / folder).rglob("*.py"))]
 
 
 def docstrings(tree: ast.Module) -> Iterator[tuple[str, str]]:
     for node in ast.walk(tree):
-        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef):
-            yield getattr(node, "name", "module"), ast.get_docstring(node) or ""
+        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+            name = getattr(node, "name", "module")
+            yield f"line {getattr(node, 'lineno', 1)} {name}", ast.get_docstring(node) or ""
 
 
-@pytest.mark.parametrize("file", modules(), ids=of)
-def test_first_lines_and_printed_texts_have_no_word_of_their_own(file: Path):
-    """The first line of each docstring, and of the package every text of more than one word."""
-    tree = ast.parse(file.read_text())
-    documented = dict(docstrings(tree))
-    found = {name: retired(text.partition("\n")[0]) for name, text in documented.items()}
-    if not file.is_relative_to(ROOT / "models"):
-        for node in ast.walk(tree):
-            if isinstance(node, ast.Constant) and isinstance(node.value, str):
-                text = inspect.cleandoc(node.value)
-                if " " in text and text not in documented.values():
-                    found[f"line {node.lineno}"] = retired(text)
+@pytest.mark.parametrize("file", modules("jaxoverlap", "passes", "models"), ids=of)
+def test_first_lines_have_no_word_of_their_own(file: Path):
+    """The first line of each docstring, of private functions and classes too."""
+    documented = docstrings(ast.parse(file.read_text()))
+    found = {name: retired(text.partition("\n")[0]) for name, text in documented}
+    assert not {name: words for name, words in found.items() if words}
+
+
+@pytest.mark.parametrize("file", modules(*PRINTING), ids=of)
+def test_printed_texts_have_no_word_of_their_own(file: Path):
+    """Every string of more than one word that is no docstring."""
+    tree, found = ast.parse(file.read_text()), {}
+    documented = [text for _, text in docstrings(tree)]
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Constant) and isinstance(node.value, str):
+            text = inspect.cleandoc(node.value)
+            if " " in text and text not in documented:
+                found[f"line {node.lineno}"] = retired(text)
     assert not {name: words for name, words in found.items() if words}
 
 

@@ -40,7 +40,7 @@ def lower_as(
 
     It stays plain on one device, where no mesh is known, in manual code and where it is exported.
 
-    Operations that stand in one block and read one value gather it once: each has, beside its
+    Operations of one block that read one value gather it once: each has, in addition to its
     results, every operand once more for each dim, with a sharding along that dim that is free of
     the operand's. The others that read the value have these as operands too. When they are
     partitioned, in this order, the first gives what it gathered there, and the others read that.
@@ -51,7 +51,7 @@ def lower_as(
         rule: makes of the operands' types and the parameters a Shardy rule, as text and keywords.
         partition: makes of the parameters the function that partitions the operation.
         operands: makes of the parameters the numbers of the operation's operands among the
-            equation's: one that is read in several ways stands there as often.
+            equation's: one that is read with several shardings is listed as often.
         shares: whether it reads what others have gathered, and gives them what it gathers.
     """
 

@@ -1,7 +1,7 @@
-"""XLA's options of the compilation that asks an operation how it is split.
+"""Read the compiler options of the compilation that is partitioning an operation.
 
-An operation is asked inside XLA's compiler, in the thread that compiles; what this was given stands
-in the variables of JAX's own functions below. Nothing else says it.
+An operation is partitioned inside XLA's compiler, in the thread that compiles. The options are only
+in the local variables of JAX's functions further down that thread's stack.
 
 Written against jax 0.11.2 and 0.12.0; `tests/ops/test_prices.py` pins what is used.
 """

@@ -23,10 +23,10 @@ _numbers = itertools.count()  # of operations, in the order in which they are lo
 
 @dataclasses.dataclass(frozen=True)
 class Before:
-    """An operand that an operation before may have gathered along one dim.
+    """An operand that an earlier operation may have gathered along one dim.
 
     Attributes:
-        place: its place among this operation's operands.
+        place: its index among this operation's operands.
         dim: the dim.
         by: the operation before.
         number: the number that the operand has there.
@@ -82,7 +82,7 @@ class Partitioning:
         return f"{', '.join(operands)} -> {', '.join(results)}"
 
     def __call__(self, _: Any, given: Any, result: Any) -> tuple[Any, ...]:
-        """Answer XLA's partitioner."""
+        """Partition the operation; XLA's partitioner calls this with its shardings."""
         self.gathered.clear()  # the lowering is over
         told = [spec_of(o.sharding, self.mesh, len(o.shape)) for o in given[0]]
         ends = [spec_of(r.sharding, self.mesh, len(r.shape)) for r in result]

@@ -1,4 +1,4 @@
-"""What XLA's partitioner asks of an operation, and what it is answered."""
+"""Define what XLA's partitioner passes to an operation, and the device's program it gets back."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ class Wish:
     """A later operation's wish for an operand, gathered along one dim.
 
     Attributes:
-        operand: the place of the operand among the operation's.
-        dim: the dim that is to be whole, or less sharded.
+        operand: the index of the operand among the operation's.
+        dim: the dim that is to be unsharded, or less sharded.
         spec: how the later operation wants it.
     """
 
@@ -33,7 +33,7 @@ class Operation:
     Attributes:
         mesh: the mesh, all of its axes automatic.
         avals: the global types of its operands.
-        operands, results: how these lie, as XLA settled it; None where mesh axes do not say it.
+        operands, results: their shardings, as XLA settled them; None if they split a mesh axis.
         wishes: what later operations would read gathered.
         source: the file and line of the code that wrote it.
         number: the number that its name ends with, in the compiled module too.
@@ -50,12 +50,12 @@ class Operation:
 
 @dataclasses.dataclass(frozen=True)
 class DeviceProgram:
-    """What one device does of an operation.
+    """The program by which one device computes its part of an operation.
 
     Attributes:
         jaxpr: the computation of one device, in which all mesh axes are manual; after the results
             it gives what was wished for and fulfilled.
-        operands, results: how its operands and its results lie.
+        operands, results: the shardings of its operands and its results.
         fulfilled: the wishes that it fulfils.
     """
 
@@ -69,7 +69,7 @@ Partition = Callable[[Operation], DeviceProgram]
 
 
 def even(operation: Operation, position: int) -> Spec:
-    """Return how an operand lies, less the axes that do not divide its dims; whole if not known."""
+    """Return an operand's sharding on the axes that divide its dims; replicated if not known."""
     told, shape = operation.operands[position], operation.avals[position].shape
     dims: list[tuple[str, ...]] = []
     for size, axes in zip(shape, told or ((),) * len(shape), strict=True):

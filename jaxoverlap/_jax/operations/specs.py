@@ -1,4 +1,4 @@
-"""How values lie on a mesh, and what one device has of them.
+"""Represent the sharding of values on a mesh as axes by dim, and derive one device's shapes.
 
 Written against jax 0.11.2 and 0.12.0.
 """
@@ -20,7 +20,7 @@ Spec = tuple[tuple[str, ...], ...]
 
 
 def spec_of(sharding: Any, mesh: Mesh, ndim: int) -> Spec | None:
-    """Return the mesh axes on each dim of a value; None where they do not say how it lies."""
+    """Return the mesh axes on each dim of a value; None if its sharding splits a mesh axis."""
     if not isinstance(sharding, NamedSharding):
         try:
             spec = sharding_impls.parse_flatten_op_sharding(
@@ -44,7 +44,7 @@ def trace_on(mesh: Mesh, fn: Callable[..., Any], structs: Sequence[Any]) -> Any:
 
 
 def num_blocks(mesh: Mesh, axes: Sequence[str]) -> int:
-    """Count the blocks into which mesh axes cut a dim."""
+    """Return the number of shards of a dim that is sharded over these mesh axes."""
     return math.prod(mesh.shape[a] for a in axes)
 
 

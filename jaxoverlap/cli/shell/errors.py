@@ -78,7 +78,7 @@ def report(error: Exception) -> Report:
 def _in_python(text: str) -> tuple[str, str] | None:
     """Return the error that a Python function raised while XLA partitioned its operation, if any.
 
-    XLA's text has that function's whole traceback, and then the operation's own.
+    XLA's text has that function's full traceback, and then the operation's own.
 
     Returns:
         The error, and the innermost of the user's lines that wrote the operation.

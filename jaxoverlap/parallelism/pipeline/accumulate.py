@@ -27,7 +27,7 @@ def accumulated(
     Args:
         loss: loss(params, micro-batch) -> the micro-batch's mean loss, a scalar.
         mesh: has the axes of `data`; its other axes stay automatic.
-        data: axes over which rows (the batch's second dim) are split and no weight is; gradients
+        data: axes over which the batch's second dim is split and no weight is; gradients
             are summed over them once a step. As in `pipeline.value_and_grad`.
 
     Returns:

@@ -1,8 +1,8 @@
 """Run a pipeline's schedule in one JAX program, with gradients of its own.
 
 `jax.grad` of a scan over ticks keeps every tick's inputs, which is GPipe's memory. Here each tick
-runs one piece forward and another micro-batch's piece backward by `jax.vjp`, from its kept input:
-what is kept are inputs of pieces in flight.
+runs one piece forward and another micro-batch's piece backward by `jax.vjp`, from its saved input:
+only the inputs of pieces in flight are saved.
 """
 
 from __future__ import annotations
@@ -41,8 +41,8 @@ def value_and_grad(
 
     The model is last(shared, stage(w_n, ... stage(w_1, first(shared, batch))), batch): pieces of
     equal shape, each on a device along `axis`, between what comes before and after them. Forward,
-    activations go round the ring of stages by a permute a tick, which stands beside a backward
-    pass; cotangents go the other way, beside a forward pass.
+    activations go round the ring of stages by a permute a tick, overlapped with a backward
+    pass; cotangents go the other way, overlapped with a forward pass.
 
     jaxpr: scan over warm-up ticks {stage, ppermute}; scan {ppermute, stage, ppermute, vjp}; scan
     over the last ticks {ppermute, vjp}; a psum over `data`; all inside a shard_map whose manual
@@ -53,17 +53,17 @@ def value_and_grad(
 
     Args:
         stage: stage(weights of a piece, x) -> y, of x's shape and dtype. What its backward pass
-            keeps lives for one tick only. Whole numbers in x (a mask) travel without gradients.
+            keeps lives for one tick only. Integers in x (a mask) travel without gradients.
         first: first(shared, micro-batch) -> x.
         last: last(shared, y, micro-batch) -> the micro-batch's mean loss, a scalar.
-        mesh: has `axis`; its other axes stay automatic, and constraints on them may stand in the
-            functions as PartitionSpecs.
+        mesh: has `axis`; its other axes stay automatic, and the functions may have constraints on
+            them as PartitionSpecs.
         micro_batches: of a step.
         pieces: of each device (interleaving).
         axis: the stages.
-        data: axes of the mesh over which rows (the batch's second dim) are split and no weight is.
+        data: axes of the mesh over which the batch's second dim is split and no weight is.
             Gradients are summed over them once a step, and not in every micro-batch, which is all
-            that automatic axes can do. The functions see the rows of one device of these axes, and
+            that automatic axes can do. The functions see one device's shard over these axes, and
             may not constrain anything over them; losses are means, so that theirs is averaged.
 
     Returns:

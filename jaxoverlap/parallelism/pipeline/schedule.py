@@ -137,7 +137,7 @@ class Tables:
 
     Attributes:
         forward_micro_batch, forward_piece, forward_slot: what runs forward, and where its input
-            is kept.
+            is saved.
         backward_micro_batch, backward_piece, backward_slot: likewise backward.
         slots: slots of the buffer of inputs.
     """

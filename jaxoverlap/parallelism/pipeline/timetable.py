@@ -113,7 +113,7 @@ def one_f_one_b(
 
     Args:
         stages, micro_batches, chunks: p, m and v; with v > 1, m has to be a multiple of p.
-        f, b: seconds of a stage's forward and whole backward pass, all its chunks together.
+        f, b: seconds of a stage's forward and full backward pass, all its chunks together.
     """
     if chunks > 1 and micro_batches % stages:
         raise ValueError(

@@ -37,7 +37,7 @@ def read(path: Path) -> Recording:
     """Read one process's trace.
 
     Raises:
-        ValueError: if the file is empty, cut short or no such trace, or has no event of a GPU.
+        ValueError: if the file is empty, truncated or no such trace, or has no event of a GPU.
     """
     content = _content(path)
     raw = content.get("traceEvents") if isinstance(content, dict) else content

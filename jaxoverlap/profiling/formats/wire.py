@@ -1,4 +1,4 @@
-"""Read protocol buffers without their schema: field numbers and raw values.
+"""Read protocol buffers without their schema, as field numbers and undecoded values.
 
 `jax.profiler.ProfileData` gives lines and events, and not the HLO modules that a profile carries in
 the metadata of a plane without events; these are read here. The numbers of the fields are those of

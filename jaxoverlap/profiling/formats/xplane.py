@@ -53,7 +53,7 @@ def read(path: Path) -> Recording:
     """Read one process's profile.
 
     Raises:
-        ValueError: if the file is empty, cut short, no profile, or has no GPU or CPU device in it.
+        ValueError: if the file is empty, truncated, no profile, or has no GPU or CPU device in it.
     """
     serialized = path.read_bytes()
     if not serialized:

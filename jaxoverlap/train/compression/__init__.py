@@ -1,4 +1,4 @@
-"""Gradient compression: as much as each layer can bear.
+"""Gradient compression, at a rate chosen for each layer by its error.
 
 from jaxoverlap.train import compression
 

@@ -28,7 +28,7 @@ from jaxoverlap.train.finite import all_fine
 
 
 class LeafState(NamedTuple):
-    """What belongs to one leaf, or to one matrix of a stacked leaf.
+    """The compression state of one leaf, or of one matrix of a stacked leaf.
 
     Attributes:
         error, accumulated: like the gradient, float32, or None.
@@ -66,11 +66,11 @@ class Averager:
     Attributes:
         sync: the compressor, and whether gradients are measured.
         layers: those that are compressed.
-        settings: one for each layer; None for a layer that goes raw for now.
+        settings: one for each layer; None for a layer that is uncompressed for now.
         axis: the mesh axis of the workers.
         workers: its size.
         accumulate: whether gradients are added up for a measurement.
-        left_raw: matrices that go raw, as the default setting does not halve their bytes.
+        left_raw: uncompressed matrices, as the default setting does not halve their bytes.
         fixed: whether `sync` was to choose settings and has nothing to choose (`Sync.is_fixed`);
             it then never measures.
     """
@@ -178,7 +178,7 @@ class Averager:
         return compressor.average(matrix, shared, layer=layer, setting=setting, at=at)
 
     def method(self, number: int) -> tuple[Compressor, Setting]:
-        """Return the compressor of a layer for now, and its setting."""
+        """Return the compressor of a layer at the averager's settings, and its setting."""
         setting = self.settings[number]
         if setting is None:
             return NoCompression(error_feedback=self.sync.compressor.error_feedback), 1
@@ -352,7 +352,7 @@ class Averager:
 
         Args:
             params: arrays or shapes.
-            also: bytes of what else is averaged with the raw leaves.
+            also: bytes of what else is averaged with the uncompressed leaves.
         """
         total = sum(self.layer_bytes(n) for n in range(len(self.layers)))
         raw = sum(

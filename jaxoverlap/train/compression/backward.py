@@ -5,7 +5,7 @@
 ->  carry, dw_last = body carry xs[last]
     carry, pending, means = scan[reverse] (         # one layer less
         lambda (carry, pending, means), i:
-            means[i + 1] = average pending           # beside the layer below
+            means[i + 1] = average pending           # overlapped with the layer below
             carry, pending = body carry xs[i]
     ) carry dw_last means
     means[0] = average pending
@@ -13,7 +13,7 @@
 The program that is changed is the differentiated one, so it knows nothing of the model: a gradient
 that leaves the program as a scan's stacked output, through casts and constraints at most, was
 complete when its iteration ended. A collective cannot outlive the iteration in which it starts, so
-an average stands at the head of the next iteration and has all of that one to hide behind.
+an average is at the head of the next iteration and has all of that one to hide behind.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class Backward:
     Attributes:
         jaxpr: the program, flattened.
         hooks: by the number of the scan's equation, what is averaged in it.
-        refused: for each leaf that was asked for and is not, the reason.
+        refused: for each requested leaf that is not averaged in a scan, the reason.
     """
 
     jaxpr: Any

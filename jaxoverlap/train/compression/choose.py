@@ -19,7 +19,7 @@ class Choice(NamedTuple):
     Attributes:
         settings: int32 [layers].
         reference: those whose error is the budget, int32 [layers].
-        guarded: whether the reference was kept by `never_worse_than_uniform`.
+        guarded: whether `never_worse_than_uniform` returned the reference.
     """
 
     settings: np.ndarray

@@ -50,8 +50,8 @@ class DataParallel(OverWorkers):
         stacked: keys of the parameters; leaves below one of them have a first dim of layers, and
             each layer is a matrix of its own.
         in_backward: whether gradients of stacked leaves are averaged inside the backward scan that
-            makes them, each beside the layer below. All layers of such a leaf then have one
-            setting, as a scan's iterations are one program.
+            makes them, each overlapped with the layer below. All layers of such a leaf then have
+            one setting, as a scan's iterations are one program.
         stateful: whether the model has a state besides its parameters (BatchNorm's averages, nnx's
             state, keys): `step.init(params, model)`, and loss_and_grads(params, model, batch) ->
             ((value, the state after it), gradients), as `jax.value_and_grad(loss, has_aux=True)`
@@ -99,7 +99,7 @@ class DataParallel(OverWorkers):
         """Return the state of a run that begins, placed on the mesh.
 
         Args:
-            params: arrays, whole along the workers' axis; sharded over other axes or not.
+            params: arrays, replicated over the workers' axis; sharded over other axes or not.
             model: with `stateful`, the model's state besides its parameters, likewise.
 
         Raises:
@@ -116,7 +116,7 @@ class DataParallel(OverWorkers):
         Args:
             params, model: arrays or shapes.
             workers: of the run that wrote the checkpoint, if others than the mesh has; what differs
-                between them is then whole on every device, for `consolidate`.
+                between them is then replicated on every device, for `consolidate`.
         """
         return self._abstract((params, model), workers=workers)
 
@@ -220,7 +220,7 @@ class DataParallel(OverWorkers):
         return table if cost is None else f"{table}\n{self.price(state, cost)}"
 
     def price(self, state: TrainState, cost: CostModel) -> AveragePrice:
-        """Return the seconds of an average on a cluster: compressed, and raw."""
+        """Return the estimated seconds of an average on a cluster, compressed and uncompressed."""
         averager = self._loop.in_use(state.params, state.control)
         group = groups_of(self.mesh, cost.cluster)[self.axis]
         return price(averager, state.params, cost, group)
@@ -242,7 +242,7 @@ class DataParallel(OverWorkers):
         Args:
             state: arrays or shapes with shardings.
             batch: the same.
-            settings: for each layer the place among its candidates; the default ones if None.
+            settings: for each layer the index among its candidates; the default ones if None.
         """
         self._check_batch(batch)
         averager = self._loop.averager(state.params)

@@ -25,7 +25,7 @@ _HLO_KINDS = {"mean": "all-reduce", "gather": "all-gather", "exchange": "all-to-
 
 
 def explained(averager: Averager, control: Control, params: Any) -> str:
-    """Return a table of the layers, and what of them follows.
+    """Return a table of the layers with their settings, bytes and errors, and a summary below.
 
     Args:
         averager: at the settings in use.
@@ -115,7 +115,7 @@ def price(averager: Averager, params: Any, cost: CostModel, group: Group) -> Ave
 
     Args:
         averager: at the settings in use.
-        params: arrays or shapes; what is sharded over other axes is priced by its part.
+        params: arrays or shapes; what is sharded over other axes counts by its shard.
         cost: the cluster's.
         group: of the workers' axis.
     """

@@ -22,7 +22,7 @@ class Layer:
         leaf: the number of the leaf among the leaves of the tree.
         shape: of the leaf.
         dtype: of the leaf, and of what is sent where a compressor sends floats.
-        rows, cols: of a matrix.
+        rows, cols: the sizes of a matrix.
         stack: how many matrices of a stacked leaf share the setting; 0 if there is no stack.
         part: which matrix of a stacked leaf this is; None if it is not one of several.
     """
@@ -67,8 +67,8 @@ def layers_of(
 ) -> tuple[Layer, ...]:
     """Return the layers of parameters that are large enough to compress, in the leaves' order.
 
-    A leaf is seen as a matrix by the cut of its dims that has the least rows + columns. Leaves
-    with fewer than two dims (beside a stack's) or fewer than 1024 elements a matrix have no layer.
+    A leaf is seen as a matrix by the split of its dims that has the least rows + columns. Leaves
+    with fewer than two dims (besides a stack's) or fewer than 1024 elements a matrix have no layer.
 
     Args:
         params: arrays, or shapes.
@@ -120,6 +120,6 @@ def layers_of(
 
 
 def _cut(shape: tuple[int, ...]) -> tuple[int, int]:
-    """Return rows and columns of the split of a shape into two groups with the least sum."""
+    """Return the sizes (m, n) of a leaf seen as a matrix: the split of its dims of least m + n."""
     splits = ((math.prod(shape[:k]), math.prod(shape[k:])) for k in range(1, len(shape)))
     return min(splits, key=sum)

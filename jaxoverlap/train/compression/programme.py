@@ -1,7 +1,7 @@
 """The exact dynamic programme of L-GreCo: settings of least bytes within a budget of error.
 
 Minimise sum of bytes[l, s_l] subject to sum of errors[l, s_l] <= budget, one setting a layer. The
-budget is divided into buckets and every error rounded up to whole buckets, so that a solution of
+budget is divided into buckets and every error rounded up to full buckets, so that a solution of
 the programme always meets the budget; of the rounded problem it is an optimum. Source: Markov et
 al., L-GreCo (arXiv 2210.17357), algorithm 1, and its released code (10,000 buckets).
 """
@@ -26,7 +26,7 @@ def solve(
     """Return the setting of each layer, or None if no choice meets the budget after rounding.
 
     Args:
-        cost_bytes: for each layer the whole bytes of each setting, 0 or more.
+        cost_bytes: for each layer the bytes of each setting, integers of 0 or more.
         errors: for each layer the error of each setting, 0 or more.
         budget: the most that the chosen errors may sum to.
         buckets: into which the budget is divided. Time and memory grow with it.

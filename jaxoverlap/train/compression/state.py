@@ -27,7 +27,7 @@ class SyncState:
         accumulated: sums of a worker's gradients since the window of a measurement began, float32,
             by the number of the leaf; empty where nothing is measured.
         shared: the compressor's state of each layer, the same on all workers.
-        finite: 1 for each layer whose last gradient was finite, and last for all raw leaves.
+        finite: 1 for each layer whose last gradient was finite, and last for all other leaves.
     """
 
     count: Any
@@ -62,11 +62,11 @@ class Control:
 
     Attributes:
         count: steps so far.
-        settings: of each layer, as places among its candidates, int32 [layers]; -1 where it goes
-            raw.
-        pending: those that come into use next.
+        settings: of each layer, as indices among its candidates, int32 [layers]; -1 where it is not
+            compressed.
+        pending: the settings that come into use next.
         reference: those whose error was the budget of the last choice.
-        guarded: 1 if the last choice kept the reference by the guard.
+        guarded: 1 if the guard replaced the last choice by the reference.
         norms: of the layers' gradients at the last measurement; NaN before the first.
         errors: what was measured last, float32 [layers, most candidates]; NaN before the first.
         made_for: the number of the sync and the layers that the state belongs to, uint32.

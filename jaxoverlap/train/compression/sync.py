@@ -1,4 +1,4 @@
-"""Ways to synchronise gradients: a compressor, and how each layer's setting is chosen."""
+"""Define how gradients are synchronised: a compressor, and how it sets each layer's rate."""
 
 from __future__ import annotations
 
@@ -60,10 +60,10 @@ class Sync:
             meanwhile, and waited for if it is not ready.
         accordion: the switch, if there is one.
         by_error: whether the dynamic programme chooses.
-        start: averages before the first compressed one, in which all leaves go raw.
+        start: averages before the first compressed one, in which all leaves are uncompressed.
         seed: of what is random.
         raw: keys of the parameters; leaves below one of them are not compressed.
-        error_decay: what is kept by error feedback is multiplied by it when it is added.
+        error_decay: the error of error feedback is multiplied by it when it is added.
     """
 
     compressor: Compressor
@@ -124,7 +124,7 @@ class Sync:
         return tuple(sorted(known))
 
     def default(self, layer: Layer) -> int:
-        """Return the place of the default setting among a layer's candidates."""
+        """Return the index of the default setting among a layer's candidates."""
         return self.candidates(layer).index(self.compressor.at(self.compressor.setting, layer))
 
     def compressed(self, layers: Sequence[Layer], workers: int) -> tuple[Layer, ...]:
@@ -151,7 +151,7 @@ class Sync:
         )
 
     def made_for(self, layers: Sequence[Layer]) -> int:
-        """Return a number that tells the state of one sync and model from that of another."""
+        """Return a checksum of this sync and these layers, to check a restored state against."""
         return zlib.crc32(repr((self, tuple(layers))).encode())
 
 
@@ -173,9 +173,9 @@ def uniform(
     Args:
         compressor: such as `power_sgd(4)`.
         start: averages before the first compressed one, as PyTorch's start_powerSGD_iter: gradients
-            of the first steps change most, and go raw.
+            of the first steps change most, and are sent uncompressed.
         seed: of what is random.
-        raw: keys of the parameters; leaves below one of them (an embedding, say) go raw.
+        raw: keys of the parameters; leaves below one (an embedding, say) are not compressed.
         error_decay: in (0, 1]: e = error_decay · e + gradient is what is compressed, and what of it
             is not sent is the next e. Below 1 it forgets, as an outer momentum does.
 
@@ -212,9 +212,9 @@ def accordion(
         threshold: above 0.
         accumulate: steps before a choice whose gradients are added up for it.
         beside: steps from a choice to its use; by default the less of 20 and a tenth of `every`.
-        start: steps before the first compressed one, in which all leaves go raw.
+        start: steps before the first compressed one, in which no leaf is compressed.
         seed: of what is random.
-        raw: keys of the parameters; leaves below one of them (an embedding, say) go raw.
+        raw: keys of the parameters; leaves below one (an embedding, say) are not compressed.
 
     Raises:
         ValueError: for numbers out of range.
@@ -259,10 +259,10 @@ def lgreco(
         every: steps between choices.
         accumulate: steps before a choice whose gradients are added up for it.
         beside: steps from a choice to its use; by default the less of 20 and a tenth of `every`.
-        start: steps before the first compressed one, in which all leaves go raw (the released
+        start: steps before the first compressed one, in which no leaf is compressed (the released
             code's start_powerSGD_iter).
         seed: of what is random.
-        raw: keys of the parameters; leaves below one of them (an embedding, say) go raw.
+        raw: keys of the parameters; leaves below one (an embedding, say) are not compressed.
 
     Raises:
         ValueError: for numbers out of range.

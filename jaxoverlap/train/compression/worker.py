@@ -131,12 +131,12 @@ class WorkerStep:
 def if_finite(
     after: Any, before: Any, new: SyncState, old: SyncState, also: Any = True
 ) -> tuple[Any, SyncState]:
-    """Return what is after an average and its state; or what was before, if it is not finite.
+    """Return the values and state after an average; or those before it, if it is not finite.
 
     Args:
         after, before: what follows from the average, and what was there before it.
         new, old: the state of the compression.
-        also: what has to be true beside the average's flags.
+        also: what has to be true besides the average's flags.
     """
     fine = jnp.all(new.finite == 1) & also
     kept, state = kept_if(fine, (after, new), (before, old))
@@ -156,12 +156,12 @@ def _check_like(found: Any, wanted: Any, what: str, like: str) -> None:
 
 
 def own_keys(model: Any, axis: str) -> Any:
-    """Return a model's state with keys of this worker's own in the place of those of all."""
+    """Return a model's state with the index of the worker folded into its random keys."""
     return jax.tree.map(lambda x: folded(x, lax.axis_index(axis)) if is_key(x) else x, model)
 
 
 def _floats(model: Any) -> Any:
-    """Return the leaves of a model's state that are averaged; None in the place of others."""
+    """Return a model's state with only the leaves that are averaged; the others become None."""
     return jax.tree.map(lambda x: x if jnp.issubdtype(x.dtype, jnp.floating) else None, model)
 
 

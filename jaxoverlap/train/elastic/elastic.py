@@ -33,11 +33,11 @@ Live = Callable[[Sequence[Any]], AbstractContextManager[Sequence[Any]]]
 
 @dataclass(frozen=True)
 class ElasticRound:
-    """A round that was taken.
+    """A completed round.
 
     Attributes:
         number: of the round, from 0.
-        workers: that took part, as indices along the workers' axis of the whole mesh.
+        workers: that took part, as indices along the workers' axis of the full mesh.
         metrics: of the train step, [every, workers, ...], in the order of `workers`.
         discarded: how often the round was begun before and discarded, as a worker was lost.
     """
@@ -127,7 +127,7 @@ class Elastic:
 
     @property
     def workers(self) -> tuple[int, ...]:
-        """Return the workers of the last round, in the order of the state's rows."""
+        """Return the workers of the last round, in the order of the state's leading dim."""
         return () if self._group is None else self._group.workers
 
     @property
@@ -141,7 +141,7 @@ class Elastic:
         return self._taken().state
 
     def round(self) -> ElasticRound:
-        """Take a round with the workers that are there; wait for it.
+        """Run a round with the workers that are alive, and wait for it.
 
         Raises:
             NonFiniteRoundError: as `LocalUpdates.round`; call this again to go on.
@@ -286,7 +286,7 @@ class Elastic:
     # -- batches ----------------------------------------------------------------------------------
 
     def _of_group(self, group: _Group) -> Any:
-        """Return the batches of a round, the rows of each worker made by its own process."""
+        """Return the batches of a round as global arrays; a process makes its workers' shards."""
         number, me = int(group.state.round), jax.process_index()
         mine = [w for w in group.workers if self._process[w] == me]
         given = {w: self._batches(number, w) for w in mine}
@@ -386,7 +386,7 @@ class Newcomers:
             store.key_value_set(mine, self._token, allow_overwrite=True)
 
     def ask(self) -> JoinReply:
-        """Return what process 0 answers in this round.
+        """Return process 0's reply in this round to a process that joins.
 
         Raises:
             RuntimeError: if it does not.

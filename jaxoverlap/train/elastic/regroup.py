@@ -41,7 +41,7 @@ def restricted(state: Any, mesh: Mesh, axis: str) -> Any:
 
 
 def placed(tree: Any, mesh: Mesh) -> Any:
-    """Put what all processes have alike on a mesh, whole; leaves that are on it stay.
+    """Replicate leaves that all processes have alike over a mesh; leaves on the mesh stay.
 
     `jax.device_put` would compare the values of all processes of the job, also of those lost.
     """
@@ -76,7 +76,7 @@ def from_worker(tree: Any, shapes: Any, mesh: Mesh, axis: str, row: int) -> Any:
     """Return a tree that some workers have on all workers of a mesh, to the bit.
 
     Args:
-        tree: of arrays, whole along the workers' axis, on a mesh that has the devices of worker
+        tree: of arrays, replicated over the workers' axis, on a mesh that has the devices of worker
             `row`; None in processes that have none of it.
         shapes: the same as shapes with shardings on `mesh`; of a leaf that is no array its value.
         mesh, axis: of all workers that take part.

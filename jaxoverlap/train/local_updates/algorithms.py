@@ -143,7 +143,7 @@ def streaming_diloco(
 
     Args:
         every: steps between two averages of one fragment.
-        fragments: whole leaves of the parameters, in order, in parts of about equal bytes. (The
+        fragments: leaves of the parameters, in order, in parts of about equal bytes. (The
             paper's are layers, spread with a stride; layers stacked by a scan are one leaf.)
         delay: steps, at most every / fragments.
         alpha: the worker's own share, in [0, 1].

@@ -107,7 +107,7 @@ class Reports:
 
         Args:
             rounds: how many were run.
-            finite: `LocalState.finite`, whole on each device.
+            finite: `LocalState.finite`, replicated on each device.
         """
         if rounds > self._named + 1 and (workers := _not_fine(finite)):
             self.name(rounds - 1, workers)
@@ -138,7 +138,7 @@ def each_worker(before: Any, after: Any) -> jax.Array:
 
 
 def one_hot(fine: Any, axis: str, workers: int) -> jax.Array:
-    """Return a worker's own flags in its place, float32 [2, workers], to be summed over workers.
+    """Return a worker's flags in its own column, float32 [2, workers], to be summed over workers.
 
     Args:
         fine: two arrays [1], in a shard_map over the workers.

@@ -46,7 +46,7 @@ class LocalUpdates(OverWorkers):
             state, metrics = updates.round(state, batches)  # metrics are [every, workers, ...]
         params = updates.params(state)
 
-    A round is one compiled program, in which an average that is under way runs beside the steps.
+    A round is one compiled program, in which an average that is under way overlaps with the steps.
     On CPU hosts, where one device runs its programs one after the other, the average goes over a
     second device of each process if there is one for each (`second_device.py`).
 
@@ -56,12 +56,12 @@ class LocalUpdates(OverWorkers):
             (`jax.random.key`) are made different for each worker. Constraints on the mesh's other
             axes stay what they are. It is mapped over workers with `jax.vmap`.
         mesh: of automatic axes, the workers' one among them.
-        axis: the mesh axis of the workers: one worker for each place along it.
+        axis: the mesh axis of the workers: one worker for each index along it.
         outer: the outer optimizer, as `co2(every=12)`.
         params: where the train state has its parameters: a key, an attribute or a number; None if
             it is the parameters.
         shard_outer: whether to keep the outer optimizer's state, and where the round began,
-            scattered over the workers: a reduce-scatter and an all-gather in place of each
+            scattered over the workers: a reduce-scatter and an all-gather instead of each
             all-reduce (ZeRO).
         outer_dtype: of the outer optimizer's state and of where rounds begin, as jnp.float32 for
             parameters in bfloat16, which lose small outer steps; None for the parameters' own. What
@@ -120,7 +120,7 @@ class LocalUpdates(OverWorkers):
         """Return the state of all workers from that of one, placed on the mesh.
 
         Raises:
-            ValueError: if it is sharded over the workers' axis or lies on another mesh, has no
+            ValueError: if it is sharded over the workers' axis or is on another mesh, has no
                 parameters where `params` says, or others than floats there.
         """
         warn_of_raw_keys(state)
@@ -132,7 +132,7 @@ class LocalUpdates(OverWorkers):
         Args:
             state: of one worker, arrays or shapes.
             workers: of the run that wrote a checkpoint, if others than the mesh has; what differs
-                between them is then whole on every device along their dim, for `consolidate`.
+                between them is then replicated on every device, for `consolidate`.
         """
         return self._abstract(state, workers=workers)
 
@@ -150,7 +150,7 @@ class LocalUpdates(OverWorkers):
         """Return a state without workers: what another number of them can go on from (`spread`).
 
         The state may be of any number of workers, on any mesh: of these local updates or of others
-        with the same outer optimizer. Parameters and outer state are kept, what is under way is
+        with the same outer optimizer. Parameters and outer state stay, what is under way is
         averaged. Of what else differs between workers (an inner optimizer's moments) floats
         are averaged and the rest is worker 0's. For the same number of workers keep the state
         itself, which loses nothing.
@@ -250,7 +250,7 @@ class LocalUpdates(OverWorkers):
             batches: a tree of arrays [every, global batch, ...]; each worker gets an equal part of
                 the global batch, in order.
             steps: of this round, if fewer than the outer optimizer's `every`, as for the last one
-                of a run: batches are then [steps, ...]. Fragments need whole rounds.
+                of a run: batches are then [steps, ...]. Fragments need full rounds.
 
         Returns:
             The state, and the train step's metrics, [every, workers, ...].
@@ -306,8 +306,8 @@ class LocalUpdates(OverWorkers):
     ) -> tuple[Hashable, Callable[[], Any]]:
         """Return the key of a round's program and what makes it, which holds shapes alone.
 
-        A round of compressed averages is compiled when it is made, so that it can be made beside
-        the one that runs; another one when it first runs.
+        A round of compressed averages is compiled when it is made, so that it can be made while
+        another one runs; other rounds are compiled when they first run.
         """
         place = self._placement
         shapes = jax.tree.map(like, state)

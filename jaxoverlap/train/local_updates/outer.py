@@ -75,7 +75,7 @@ class Outer:
         """Return the same with fewer steps in a round.
 
         Raises:
-            ValueError: if these are more, or fragments or a lag need whole rounds.
+            ValueError: if these are more, or fragments or a lag need full rounds.
         """
         steps = whole("steps", steps, 1, self.every)
         if steps < self.every and (self.fragments > 1 or self.lag):

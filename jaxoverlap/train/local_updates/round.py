@@ -1,7 +1,7 @@
 """A round of local updates, as pure functions of arrays.
 
-The arrays are global: a leading dim of workers, sharded over the workers' axis, stands before what
-differs between workers. The train step is mapped over that dim, so that constraints and collectives
+The arrays are global: what differs between workers has a leading dim of workers, sharded over the
+workers' axis. The train step is mapped over that dim, so that constraints and collectives
 on other axes of the mesh stay what they are. Only the average is written for one worker: an
 all-reduce, or a reduce-scatter where outer state is scattered.
 """
@@ -44,7 +44,7 @@ class Rounds:
         step: train_step(state, batch) -> (state, metrics), of one worker.
         outer: the outer optimizer.
         params_in: where a train state has its parameters.
-        placement: where arrays lie.
+        placement: the shardings of arrays.
         specs: the parameters' own specs, on the axes inside a worker.
         fragments: for each fragment what takes its leaves out of a tree like the parameters.
         averager: that compresses the average, at the settings of now; None sends it as it is.
@@ -61,7 +61,7 @@ class Rounds:
     check: bool = True
 
     def round(self, state: LocalState, batches: Any) -> tuple[LocalState, Any, RoundReport]:
-        """Take the steps of a round, with the average beside them, and the outer step."""
+        """Run the steps of a round, overlapped with the average, and the outer step."""
         outer, workers = self.outer, self.placement.workers
         part = len(jax.tree.leaves(batches)[0]) // outer.fragments  # less in a short round
         metrics, seen = list[Any](), RoundReport.new(state.round, workers)
@@ -94,7 +94,7 @@ class Rounds:
         hides: bool,
         metrics: list[Any],
     ) -> LocalState:
-        """Take some of a round's steps, and add their metrics.
+        """Run some of a round's steps, and append their metrics.
 
         Where they hide a reduce-scatter and the all-gather after it, they are two loops: no
         collective can end or begin within one.

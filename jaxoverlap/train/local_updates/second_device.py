@@ -1,8 +1,8 @@
-"""Run a round's average on second devices, beside the steps, where one device cannot do both.
+"""Run a round's average on second devices, concurrently with the steps, where one cannot.
 
 XLA:CPU runs the programs of a device, and the collectives in them, one after the other. Programs on
-other devices of the same process run beside them. So the average is a program of its own, on a mesh
-of the devices that each process has left. JAX starts programs without waiting for them, so no
+other devices of the same process run concurrently. So the average is a program of its own, on a
+mesh of the devices that each process has left. JAX starts programs without waiting for them, so no
 thread of ours is needed.
 """
 
@@ -26,7 +26,7 @@ from jaxoverlap.train.local_updates.state import LocalState
 def mesh_beside(mesh: Mesh) -> Mesh | None:
     """Return a mesh like another one, of other devices of the same processes; None if too few.
 
-    Only for CPUs: a GPU runs collectives beside kernels by itself.
+    Only for CPUs: a GPU overlaps collectives with kernels by itself.
     """
     used = list(mesh.devices.flat)
     if not isinstance(mesh, Mesh) or used[0].platform != "cpu":
@@ -46,7 +46,7 @@ def mesh_beside(mesh: Mesh) -> Mesh | None:
 
 
 class Runner:
-    """A round as three programs: the average, the steps beside it, and the outer step."""
+    """A round as three programs: the average, the concurrent steps, and the outer step."""
 
     def __init__(self, rounds: Rounds, others: Mesh, shardings: LocalState):
         beside = replace(rounds, placement=replace(rounds.placement, mesh=others))

@@ -13,7 +13,7 @@ import jax
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class LocalState:
-    """The state between two rounds, a pytree of arrays; checkpoint it whole.
+    """The state between two rounds, a pytree of arrays; checkpoint all of it.
 
     Attributes:
         worker: the train state of each worker; a leading dim of workers on every leaf.
@@ -57,7 +57,7 @@ class LocalState:
 
 @dataclass(frozen=True)
 class ParamsIn:
-    """The place of the parameters in a train state: a key, an attribute, a number, or all of it."""
+    """The parameters' key, attribute or index in a train state; None if they are the state."""
 
     where: str | int | None
 
@@ -95,7 +95,7 @@ class ParamsIn:
 
 
 def fragments_of(params: Any, count: int) -> tuple[Callable[[Any], Any], ...]:
-    """Return for each fragment what takes its leaves out of a tree, None in place of the others.
+    """Return for each fragment a function that replaces all other leaves of a tree by None.
 
     Leaves stay in order, in parts of about equal bytes.
 

@@ -77,7 +77,7 @@ def check_outer(outer: Any, sync: Any, *, shard_outer: bool) -> None:
 
 
 def check_batches(batches: Any, every: int, workers: int, axis: str) -> None:
-    """Raise a ValueError unless batches are a round's, and workers can share their rows."""
+    """Raise a ValueError unless batches have a round's shape and the workers divide the batch."""
     for leaf in jax.tree.leaves(batches):
         shape = np.shape(leaf)
         if len(shape) < 2 or shape[0] != every:

@@ -23,8 +23,8 @@ class ClippedMomentumState(NamedTuple):
 def clipped_momentum(momentum: float, clip: float | None = None) -> optax.GradientTransformation:
     """Accumulate momentum, m = momentum · m + g, each element clipped to [-clip, clip].
 
-    Source: CO2 (arXiv 2401.16265), whose clip is on the momentum, element by element: what is kept
-    for the next round is what was clipped. The authors' released code calls the clip and drops its
+    Source: CO2 (arXiv 2401.16265), whose clip is on the momentum, element by element: the state
+    for the next round is clipped too. The authors' released code calls the clip and drops its
     result; this one clips.
     """
 

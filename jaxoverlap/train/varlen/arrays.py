@@ -32,7 +32,7 @@ class PlanArrays:
 
 
 class Pieces(NamedTuple):
-    """Runs of tokens that lie together: i[pieces] each.
+    """Runs of consecutive tokens of a sequence on one device, as arrays i[pieces].
 
     Attributes:
         device, sequence: where, and of which sequence.
@@ -52,10 +52,10 @@ class Pieces(NamedTuple):
 def pieces_of(
     lengths: np.ndarray, size: np.ndarray, ring: np.ndarray, nodes: Nodes, bounds: Bounds
 ) -> Pieces:
-    """Cut sequences into the pieces that each device has.
+    """Split sequences into the pieces that each device has.
 
-    Those of a ring are cut into two chunks a device. Those of a group that exchanges heads stand
-    one after the other and are cut so that its devices hold equally many tokens in all.
+    Those of a ring are split into two chunks a device. Those of a group that exchanges heads are
+    joined one after the other and split so that its devices hold equally many tokens in all.
 
     Args:
         lengths, size, ring: by sequence: tokens, devices of its group, and which of these groups.
@@ -124,7 +124,7 @@ def _levelled(
 
 
 def _whole(exact: np.ndarray, totals: np.ndarray) -> np.ndarray:
-    """Round f[groups, devices] to whole numbers with these sums, none up by one or more."""
+    """Round f[groups, devices] to integers with these sums by group, each by less than one."""
     floor = np.floor(exact + 1e-9).astype(int)
     rank = np.argsort(np.argsort(floor - exact, axis=1, kind="stable"), axis=1, kind="stable")
     return floor + (rank < (totals - floor.sum(axis=1))[:, None])

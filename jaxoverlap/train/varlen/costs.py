@@ -46,7 +46,7 @@ class Hop:
 
 @dataclass(frozen=True, kw_only=True)
 class AttentionCosts:
-    """The prices of one layer's attention. Make one by `attention_costs`.
+    """The estimated seconds of one layer's attention. Make one by `attention_costs`.
 
     Attributes:
         blocks: tokens of square blocks, ascending.
@@ -60,10 +60,10 @@ class AttentionCosts:
         rails: network interfaces of a node.
         backward_bytes: bytes that a hop backward sends for each that one forward does: keys and
             values, and the sums of their gradients in float32.
-        tile: queries and keys of a kernel's tile, which is computed whole; (1, 1) has no tiles.
+        tile: queries and keys of a kernel's tile, which is computed in full; (1, 1) has no tiles.
         kv_heads: of the attention. Groups of so many devices as divide them can exchange heads.
         ring_times: how many times as long a pair takes in a ring, whose blocks are matmuls under a
-            mask, as in the kernel for whole sequences.
+            mask, as in the kernel for unsharded sequences.
         trip_s: seconds that a loop or a branch takes whose next step the host decides on.
         exchanged: sizes of groups that exchange heads by all-to-alls, where others pass keys round
             a ring. A `Planner` says which.
@@ -101,13 +101,13 @@ class AttentionCosts:
         return np.asarray(pairs, float) * np.exp(rates)
 
     def block_pairs(self, queries: ArrayLike, keys: ArrayLike) -> Floats:
-        """Return the pairs of a block without a mask, its tiles counted whole."""
+        """Return the query-key pairs of a block without a mask, rounded up to full tiles."""
         rows, columns = self.tile
         q, k = np.asarray(queries, float), np.asarray(keys, float)
         return np.ceil(q / rows) * rows * np.ceil(k / columns) * columns
 
     def triangle_pairs(self, tokens: ArrayLike) -> Floats:
-        """Return the pairs of tokens with all before them, tiles on the diagonal counted whole."""
+        """Return the query-key pairs under a causal mask, counting full tiles on the diagonal."""
         rows, columns = self.tile
         s = np.asarray(tokens, float)
         above = np.maximum(np.ceil(s / rows) - 1, 0.0)  # rows of tiles that are full of queries
@@ -120,7 +120,7 @@ class AttentionCosts:
         """Return the seconds of causal attention of sequences on each of so many devices, forward.
 
         On one device a sequence is one block, and on g that exchange heads it is one of a g-th of
-        the heads. Round a ring of g it is cut into 2g chunks: a rank has its own two chunks first,
+        the heads. Round a ring of g it is split into 2g chunks: a rank has its own two first,
         and then g - 1 rounds of both by one or of one by both, whichever has more tiles: one rank
         has the one in all rounds, another the other.
         """
@@ -174,7 +174,7 @@ class AttentionCosts:
         Args:
             num_bytes: bytes that each device has, with those that stay; the devices of a node share
                 its rails.
-            nodes, devices: of the whole all-to-all.
+            nodes, devices: of the full all-to-all.
         """
         total, size = nodes * devices, np.asarray(num_bytes, float)
         inside_s = size * (devices - 1) / total / self.intra.bytes_per_s
@@ -207,16 +207,16 @@ def attention_costs(
         cluster: what `cost_model` takes, or a cost model, as of `calibrate --here`'s tables.
         heads, head_size, kv_heads: of the attention; no kv_heads: as many as heads.
         hidden: width of the residual stream; none: heads times head_size.
-        mlp: inner width of the layer's MLP; 0: no MLP is priced.
+        mlp: inner width of the layer's MLP; 0: no MLP is counted.
         matrices: weights of the MLP: 2, or 3 if it is gated.
         rails: network interfaces of a node; none: one a GPU.
         dtype: of activations, as HLO writes it.
-        fused: whether a fused kernel attends to whole sequences; none: where the engine has one
-            (`fused.py`: Hopper and later, 16 bits).
+        fused: whether a fused kernel attends to unsharded sequences; none: where the engine has
+            one (`fused.py`: Hopper and later, 16 bits).
 
     Raises:
-        ValueError: as `cost_model`, for a dtype that has no prices, or a size that is no whole
-            number of 1 or more.
+        ValueError: as `cost_model`, for a dtype that was not measured, or a size that is no integer
+            of 1 or more.
     """
     model = cluster if isinstance(cluster, CostModel) else cost_model(cluster)
     kv_heads = heads if kv_heads is None else kv_heads
@@ -265,7 +265,7 @@ Kernel = tuple[tuple[int, ...], tuple[float, ...], float, tuple[int, int]]
 def _fused_kernel(model: CostModel, heads: int, head_size: int, dtype: str) -> Kernel:
     """Price a fused kernel for packed sequences, such as cuDNN's.
 
-    The kernel fills the chip whatever the lengths are and computes whole tiles, so the rate is that
+    The kernel fills the chip whatever the lengths are and computes full tiles, so the rate is that
     of a large kernel.
     """
     if model.tables.attention is None:

@@ -2,9 +2,9 @@
 
 Groups that exchange heads compute evenly wherever their tokens are, so their tokens go to the
 devices that have fewest: they level what single devices hold, and linear layers get equal tokens
-without a move of their own. So whole sequences are packed by seconds of attention alone, longest
-first, on the group that is done first and has room (LPT; Graham 1969), and what has no room goes to
-a larger group.
+without a move of their own. So sequences are packed by seconds of attention alone, longest first,
+on the group that is done first and has room (LPT; Graham 1969), and what has no room goes to a
+larger group.
 """
 
 from __future__ import annotations
@@ -98,7 +98,7 @@ class Packing(SequenceSharing):
         return static_s(self.compute_s[at], tokens, size, self.bounds, self.nodes, self.costs)
 
     def ring_seconds(self, at: int) -> Floats:
-        """Return the same: all devices take equally long for linear layers."""
+        """Return the seconds of attention alone, as all devices have equal linear layers."""
         return self.attention_seconds(at)
 
     def device_tokens(self) -> Floats:
@@ -148,7 +148,7 @@ class Packing(SequenceSharing):
         return alone + self.token_s * self.price.tokens[at][indices]
 
     def has_room(self) -> bool:
-        """Return whether sequences may stand so; the price has what is against it."""
+        """Return True: any assignment is allowed, and the price penalises tokens without a slot."""
         return True
 
     def fits(self) -> bool:

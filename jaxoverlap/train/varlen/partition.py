@@ -8,7 +8,7 @@ sum over the ring sizes of its ring's time, and the batch's is the greatest of t
    no longer than a share of the balanced time. Several shares are tried, and one size for all.
 2. From the largest rings down, the longest sequence first, each goes to the ring that is done
    first and has room (LPT; Graham 1969).
-3. Where few sequences leave devices uneven, single ones move, or change places, while that helps.
+3. Where few sequences leave devices uneven, single ones move, or two are swapped, while that helps.
 """
 
 from __future__ import annotations

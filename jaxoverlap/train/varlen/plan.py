@@ -88,7 +88,7 @@ class BatchPlan:
 
     @property
     def linear(self) -> np.ndarray:
-        """Return which token of the batch, sequence after sequence, lies where between attentions.
+        """Return the index in the batch of the token in each device's slot between attentions.
 
         i[devices, bounds.tokens]; -1 has none.
         """
@@ -102,7 +102,7 @@ class BatchPlan:
         return np.where(self.linear >= 0, self.linear - before[at], 0).astype(np.int32)
 
     def laid_out(self, tokens: np.ndarray, fill: Any = 0) -> np.ndarray:
-        """Lay values of tokens, [tokens, ...], out as they lie between attentions.
+        """Gather values of tokens, [tokens, ...], into the devices' slots between attentions.
 
         Raises:
             ValueError: if there are not as many as the batch has.

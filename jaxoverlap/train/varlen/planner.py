@@ -30,9 +30,9 @@ class Planner:
         planner.fit(sample)                       # lists of lengths, like those of the run
         plan = planner([9000, 300, 1200, 512])
 
-    `fit` chooses the programs' static sizes, and they never change after that. A batch is priced at
-    the static sizes of each program that it fits, and planned for the cheapest. A planner that was
-    not fitted fits itself to its first batch alone.
+    `fit` chooses the programs' static sizes, and they never change after that. A batch's time is
+    estimated at the static sizes of each program that it fits, and it is planned for the fastest. A
+    planner that was not fitted fits itself to its first batch alone.
 
     Args:
         costs: prices of one layer's attention.
@@ -75,8 +75,8 @@ class Planner:
 
         Raises:
             Infeasible: a batch of the sample does not fit the devices.
-            ValueError: for no batches, fewer than one program, or lengths that are no whole numbers
-                of one or more.
+            ValueError: for no batches, fewer than one program, or lengths that are no integers of 1
+                or more.
         """
         sample = [_checked(lengths) for lengths in batches]
         if not sample or most < 1:
@@ -98,7 +98,7 @@ class Planner:
 
         Raises:
             Infeasible: a ValueError; the batch does not fit.
-            ValueError: for lengths that are no whole numbers of one or more.
+            ValueError: for lengths that are no integers of one or more.
         """
         checked = _checked(lengths)
         if not self.programs:
@@ -147,8 +147,8 @@ class Planner:
     def _plan_of(self, packing: Packing) -> BatchPlan | None:
         """Return a plan; None where the program has no room for it.
 
-        Packing counts parts of tokens, and whole tokens may need a slot more; and more tokens may
-        have to move for the linear layers than the program can send.
+        Packing counts fractions of tokens, and rounded up they may need a slot more; and more
+        tokens may have to move for the linear layers than the program can send.
         """
         bounds, lengths, sizes = packing.bounds, packing.lengths, self.nodes.ring_sizes
         size, total = np.array(sizes)[packing.size], self.nodes.total

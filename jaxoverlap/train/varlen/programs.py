@@ -2,7 +2,7 @@
 
 A program computes and sends its static sizes, whatever a batch needs. Candidates have slots for one
 size of group inside a node, for one that joins nodes, and for single devices, in several shares of
-a device's tokens. Each batch of the sample is packed into each candidate and priced at the
+a device's tokens. Each batch of the sample is packed into each candidate and estimated at the
 candidate's static sizes; the programs that together make the sample cheapest are chosen one after
 the other (greedy facility location; Cornuejols, Fisher and Nemhauser 1977). The last program
 splits every sequence over all devices, so it runs whatever fits the devices at all.
@@ -69,7 +69,7 @@ def _thinned(batches: Sequence[np.ndarray]) -> list[np.ndarray]:
 
 
 def _with_long(sample: list[np.ndarray], room: int) -> list[np.ndarray]:
-    """Return batches of the sample with one long sequence each in the place of others."""
+    """Return batches of the sample with some sequences replaced by one long sequence."""
     made = []
     for index, share in enumerate(_LONG):
         lengths = sample[index % len(sample)]
@@ -137,7 +137,7 @@ def _price(lengths: np.ndarray, bounds: Bounds, nodes: Nodes, costs: AttentionCo
 
 
 def _greedy(prices: Floats, fallback: Floats, weights: Floats, most: int) -> list[int]:
-    """Return the columns that together make the rows cheapest, at most so many."""
+    """Choose greedily at most `most` columns so that the cheapest of each batch cost least."""
     chosen: list[int] = []
     best = fallback
     for _ in range(most):
@@ -163,7 +163,7 @@ def _counted(
 
 
 def sequences_of(packing: Packing) -> int:
-    """Return the most whole sequences of one group, single devices and exchanges of heads."""
+    """Return the most sequences of one group among those on one device or with heads exchanged."""
     sizes = np.array(packing.nodes.ring_sizes)[packing.size]
     groups = (packing.ring[sizes == g] for g in (1, *packing.bounds.exchanged))
     return max((int(np.bincount(ring).max()) for ring in groups if ring.size), default=0)

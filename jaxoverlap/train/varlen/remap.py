@@ -28,7 +28,7 @@ def transport(
 
     An all-to-all of static size sends parts as long as the longest, so parts are bounded: by the
     least power of two that can do, or by `at_once` where that is more. A transport problem has
-    whole numbers at its corners, so a linear program finds them.
+    integers at its corners, so a linear program finds them.
 
     Args:
         surplus: i[devices], tokens to give away.
@@ -91,7 +91,7 @@ class Moves(NamedTuple):
     Attributes:
         sent: i32[devices, most], the slots whose tokens go to each device; past the end where there
             are none.
-        taken: i32[slots there], for each slot its place in [own slots, arrived]; past the end for a
+        taken: i32[slots there], for each slot its index in [own slots, arrived]; past the end for a
             slot without a token, which is zero.
     """
 
@@ -111,7 +111,7 @@ def moved(x: Array, moves: Moves, axes: tuple[str, ...]) -> Array:
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def remap(axes: tuple[str, ...], x: Array, there: Moves, back: Moves) -> Array:
-    """Move tokens there; their gradient moves back, as no token is in two places."""
+    """Permute tokens across devices by `there`; their gradient is permuted by `back`."""
     return moved(x, there, axes)
 
 

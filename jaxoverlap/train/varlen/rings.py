@@ -125,7 +125,7 @@ def static_s(
 ) -> Floats:
     """Return the seconds, forward and backward, of one layer's groups of one size in a program.
 
-    Attention of whole sequences skips empty slots, so it takes what the batch needs. An exchange of
+    Attention of unsharded sequences skips empty slots, so its time is the batch's. An exchange of
     heads moves as many parts of the static slots as the fullest group needs. Rings that no sequence
     is on are skipped; else hops carry all static slots, and all blocks are computed.
 
@@ -153,7 +153,7 @@ def static_s(
 
 
 def beside_s(bounds: Bounds, nodes: Nodes, costs: AttentionCosts) -> float:
-    """Return the seconds of one layer beside attention in a program, on every device.
+    """Return the seconds of one layer's work other than attention, the same on every device.
 
     The linear layers of its static tokens, and its two all-to-alls of static parts, forward and
     backward.
@@ -195,7 +195,7 @@ class Bounds:
         tokens: tokens of each device between attentions (the linear layers').
         sent: tokens that a device sends to each other one in a remap, at most.
         exchanged: those of the sizes whose groups exchange heads; others pass keys round a ring.
-        sequences: whole sequences that a device has of one size, alone or with a group that
+        sequences: unsharded sequences that a device has of one size, alone or with a group that
             exchanges heads, at most: a fused kernel is compiled for so many.
     """
 

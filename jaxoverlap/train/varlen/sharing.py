@@ -1,7 +1,7 @@
 """Keep account of which sequences are on which group, and of what each device then has to do.
 
 Sequences are put on groups one after the other (`SequenceSharing.fill`); then single ones move, or
-change places, while that helps (`SequenceSharing.improve`).
+two are swapped, while that helps (`SequenceSharing.improve`).
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class SequenceSharing:
         lengths: tokens of each sequence.
         nodes, costs, price, capacity: where, at which prices, those of the sequences, and the slots
             of a device.
-        token_s: seconds that a device takes for each of its tokens beside attention: those of the
+        token_s: seconds that a device takes for each of its tokens outside attention: those of the
             linear layers, where tokens stay where attention has them.
         size: index into `nodes.ring_sizes` of each sequence's ring; -1 if it has none yet.
         ring: which ring of that size.

@@ -73,7 +73,7 @@ def attention(
         bounds: what this program is compiled for: the plan's.
         costs: prices that say over how many rails hops between nodes go; none: over one.
         scale: the factor of scores; none: 1/sqrt(head).
-        fused: whether whole sequences are attended to by cuDNN's kernel, in float16 or bfloat16
+        fused: whether unsharded sequences are attended to by cuDNN's kernel, in float16 or bfloat16
             and with heads of 128 or less; none: where the devices have it (Hopper and later).
 
     Raises:
@@ -257,7 +257,7 @@ class VarlenStep:
     def program(self, bounds: Bounds, state: dict[str, Any]) -> Any:
         """Return the jitted step(state, batch, arrays) for plans that fit these bounds.
 
-        The new state lies where the old one, arrays or shapes with shardings, does.
+        The new state has the shardings of the old one, which is of arrays or shapes with shardings.
         """
         if bounds not in self.compiled:
             at = jax.tree.map(lambda leaf: leaf.sharding, state), NamedSharding(self.mesh, P())
@@ -267,7 +267,7 @@ class VarlenStep:
         return self.compiled[bounds]
 
     def batch(self, plan: BatchPlan, tokens: dict[str, Any]) -> Batch:
-        """Lay the tokens' values out and place them, with "positions" and "weights" beside them.
+        """Shard the tokens' values over the devices, and add "positions" and "weights" of tokens.
 
         Unless these are given, positions are those in the sequences, and weights one. Where there
         is no token both are zero.
@@ -280,7 +280,7 @@ class VarlenStep:
         return {n: _placed(v.reshape(*shape, *v.shape[2:]), at) for n, v in values.items()}
 
     def arrays(self, plan: BatchPlan) -> PlanArrays:
-        """Place a plan's arrays."""
+        """Put a plan's arrays on the mesh."""
         made, axes = plan.arrays, tuple(self.mesh.axis_names)
         whole, each = NamedSharding(self.mesh, P()), NamedSharding(self.mesh, P(axes))
         there, back = jax.tree.map(lambda x: _placed(x, each), (made.to_attention, made.to_linear))
@@ -314,5 +314,5 @@ train_step = VarlenStep  # the name by which it is made
 
 
 def _placed(value: Any, at: NamedSharding) -> Array:
-    """Place an array that every process has whole."""
+    """Put an array on the mesh, of which every process has all elements."""
     return jax.make_array_from_callback(value.shape, at, lambda index: value[index])

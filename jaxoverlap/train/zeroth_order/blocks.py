@@ -11,14 +11,14 @@ import jax.numpy as jnp
 
 
 class Weighted(NamedTuple):
-    """A loss whose rows do not count alike: it is sum / weight, over the whole batch.
+    """A loss of examples with different weights: sum / weight, each summed over the batch.
 
     A mean over the labels of a shard is no mean over those of the batch where shards have other
     numbers of them. Return the parts, and they are added up over the shards before one is divided
     by the other.
 
     Attributes:
-        sum: of the losses of the rows, a scalar.
+        sum: of the losses of the examples, a scalar.
         weight: what they count, a scalar: the number of labels.
     """
 

@@ -1,9 +1,9 @@
 """Draw the random directions that parameters are perturbed along, anywhere and again.
 
 An element of a direction is a function of the key, the step, the draw, the parameter's number and
-its row, and of nothing else: not of the mesh, nor of which rows are drawn together. So every
-device draws the same, a device that holds a part draws only that part, and a block of layers that
-is alone on the device gets what it would get in its stack.
+its index in the first dim, and of nothing else: not of the mesh, nor of what is sampled together.
+So every device samples the same, a device that holds a shard samples only that shard, and a block
+of layers that is alone on the device gets what it would get in its stack.
 """
 
 from __future__ import annotations

@@ -54,7 +54,7 @@ class Pending(NamedTuple):
 def decays(path: str, leaf: Any) -> bool:
     """Return whether a parameter is a matrix, by its dims and its name.
 
-    Biases and the parameters of norms are told by the words of their names (bias, scale, norm,
+    Biases and the parameters of norms are recognised by their names (bias, scale, norm,
     layernorm, ln), as stacked layers give them a dim more. Source: MeZO's trainer (arXiv
     2305.17333), which leaves out biases and layer norms.
     """
@@ -66,8 +66,8 @@ def decays(path: str, leaf: Any) -> bool:
 class Mezo:
     """MeZO as an optax-shaped transformation; make one by `mezo`.
 
-    `init` and `update` are optax's, but that `update` takes projected gradients in the place of a
-    tree of gradients. Nothing else is kept between steps than a key and a count.
+    `init` and `update` are optax's, but that `update` takes projected gradients instead of a
+    tree of gradients. The state between steps is a key and a count.
     """
 
     eps: float
@@ -199,7 +199,7 @@ def mezo(
             for prefixes.
         lr: the learning rate, or an optax schedule of it by the step; MeZO's are 1e-6 or 1e-7, 1e-4
             for LoRA, 1e-2 for prefixes.
-        directions: drawn in each step; each costs two forward passes.
+        directions: sampled in each step; each costs two forward passes.
         weight_decay: of the parameters that `decays` says.
         decays: (a parameter's path, the parameter) -> whether it decays; matrices, by default.
         rounding: of updated parameters in 16 bits: "stochastic", up or down by chance and right in

@@ -22,7 +22,7 @@ class BatchLayout:
     which may name other axes, stay right.
 
     Attributes:
-        mesh: the devices; None for whatever the arrays lie on.
+        mesh: the devices; None for whatever the arrays are on.
         perturb: the axis of a pair, of which one device moves parameters by +eps and the other by
             -eps (DistZO2's PertP); None: each does both, one after the other.
         data: the axis over which the batch is spread; None for one that the loss function knows.
@@ -56,12 +56,12 @@ class BatchLayout:
 
     @property
     def shards(self) -> int:
-        """Return in how many parts the batch goes."""
+        """Return the number of shards of the batch."""
         return self.mesh.shape[self.data] if self.mesh and self.data else 1
 
     @property
     def own_axes(self) -> tuple[str, ...]:
-        """Return the axes along which parameters are whole, the pair's first."""
+        """Return the mesh axes over which parameters are replicated, the pair's first."""
         return tuple(axis for axis in (self.perturb, self.data) if axis is not None)
 
     def at(self, *spec: Any) -> NamedSharding | None:
@@ -74,7 +74,7 @@ class BatchLayout:
         return tree if at is None else jax.lax.with_sharding_constraint(tree, at)
 
     def each_sign(self, do: Callable[..., Any], values: Any = None) -> Any:
-        """Do something at +eps and at -eps; return the results, [2, ...].
+        """Call a function for +eps and for -eps; return the results, [2, ...].
 
         Args:
             do: (sign, value) -> result.
@@ -86,13 +86,13 @@ class BatchLayout:
         return jax.vmap(do, spmd_axis_name=self.perturb)(signs, values)
 
     def each_shard(self, do: Callable[..., Any], *values: Any) -> Any:
-        """Do something for each shard of the batch; values and results are [shards, ...]."""
+        """Call a function for each shard of the batch; values and results are [shards, ...]."""
         if self.data is None:
             return jax.tree.map(lambda x: x[None], do(*jax.tree.map(lambda x: x[0], values)))
         return jax.vmap(do, spmd_axis_name=self.data)(*values)
 
     def check(self, batch: Any) -> None:
-        """Check that the shards can share a batch's rows.
+        """Check that the shards divide a batch evenly.
 
         Raises:
             ValueError: if they cannot share them evenly.
@@ -105,7 +105,7 @@ class BatchLayout:
                 )
 
     def split(self, batch: Any) -> Any:
-        """Cut a batch [rows, ...] into [shards, rows / shards, ...].
+        """Reshape a batch [n, ...] into [shards, n / shards, ...].
 
         Raises:
             ValueError: as `check`.

@@ -1,4 +1,4 @@
-"""Write a run down as scalars, and replay it: its parameters follow from where it began and these.
+"""Log a run as scalars, and replay it: its initial parameters and the log give the final ones.
 
 A file has one line of JSON, the header, then for each step float32 values in little-endian order
 (its learning rate and its projected gradients) and a checksum: 12 bytes a step with one direction.
@@ -31,7 +31,7 @@ _RATES_AT = (0, 1, 10, 100, 1000, 10_000, 100_000, 1_000_000)  # steps by which 
 
 
 class Header(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """What a log's scalars belong to.
+    """The run to which a log's scalars belong.
 
     Attributes:
         format: of the file.
@@ -41,7 +41,7 @@ class Header(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
         decays: a hash of the parameters that decay.
         rounding: the estimator's.
         params: a hash of the parameters that the run began at: paths, shapes, dtypes and values.
-        run: what else tells this run from another, as its data: of the caller's choice.
+        run: what else identifies this run, as its data: of the caller's choice.
     """
 
     format: str
@@ -69,7 +69,7 @@ class LogDamagedError(ValueError):
 
 
 def digest(tree: Any) -> str:
-    """Return a hash of a tree of arrays, which are read whole: paths, shapes, dtypes and values."""
+    """Return a hash of a tree of arrays: of their paths, shapes, dtypes and all values."""
     found = hashlib.sha256()
     for path, leaf in jax.tree.leaves_with_path(tree):
         value = np.asarray(leaf)
@@ -81,14 +81,14 @@ def digest(tree: Any) -> str:
 def header_of(
     params: Any, transform: Mezo, *, seed: int, run: Mapping[str, Any] | None = None
 ) -> Header:
-    """Return the header of a run that begins at some parameters, which are read whole.
+    """Return the header of a run that begins at these parameters; it hashes all their values.
 
     Args:
         params: what is trained.
         transform: the estimator.
         seed: of the run's key.
         run: what else the scalars depend on and a resumed run has to have again: its data, batch
-            size, frozen parameters (`digest`). Values are kept as text.
+            size, frozen parameters (`digest`). Values are stored as text.
     """
     decayed = [
         transform.decays(jax.tree_util.keystr(p), x) for p, x in jax.tree.leaves_with_path(params)
@@ -110,8 +110,8 @@ def header_of(
 class Log:
     """A log that is open to be read and added to, in the one process that writes it.
 
-    A step's record is on its way to the disk when `add` returns. What a killed run left of a record
-    that it had not written whole is cut off when the log is opened again.
+    A step's record is on its way to the disk when `add` returns. An incomplete record of a killed
+    run is truncated when the log is opened again.
     """
 
     def __init__(self, path: str | Path, header: Header, *, cut: bool = False):
@@ -120,8 +120,8 @@ class Log:
         Args:
             path: of the file; folders above it are made.
             header: of the run.
-            cut: whether a damaged log is cut off where the damage begins; the file as it was is
-                then kept beside it, with ".damaged" behind its name.
+            cut: whether a damaged log is truncated where the damage begins; the file as it was is
+                then saved in the same folder, with ".damaged" behind its name.
 
         Raises:
             LogDamagedError: if records are not as they were written.
@@ -165,16 +165,16 @@ class Log:
 
     @property
     def steps(self) -> int:
-        """Return how many steps are written down."""
+        """Return the number of logged steps."""
         return len(self._records)
 
     @property
     def records(self) -> np.ndarray:
-        """Return what is written down, float32 [steps, 1 + directions]."""
+        """Return the logged scalars, float32 [steps, 1 + directions]."""
         return np.array(self._records, np.float32).reshape(-1, self._values)
 
     def add(self, metrics: dict[str, Any]) -> None:
-        """Write a step down, from its metrics.
+        """Log a step, by its metrics.
 
         Raises:
             ValueError: if they are not of the header's estimator, or not finite; nothing is
@@ -192,7 +192,7 @@ class Log:
         self._crc = crc
 
     def _write(self, data: bytes, at: int) -> int:
-        """Write bytes at a place and return where they end; where that fails, cut them off."""
+        """Write bytes at an offset and return their end; if that fails, truncate the file there."""
         written = 0
         try:
             while written < len(data):

@@ -54,7 +54,7 @@ class ZOStep:
 
     Args:
         loss_fn: (parameters, batch, *rest) -> loss, the mean over the batch; or `Blocks`. Where
-            rows do not count alike (labels that are masked) and `data` spreads them, return
+            examples have different weights (masked labels) and `data` spreads them, return
             `Weighted`: a mean of the shards' means would be another loss. An object with a state
             among `rest`, as nnx.Rngs, is made anew for each loss: both signs see the same masks,
             and what it counts does not come back; give another one, or a key, with each step.
@@ -75,7 +75,7 @@ class ZOStep:
 
     Raises:
         ValueError: if the mesh lacks an axis, a pair has other than two devices, axes are not
-            automatic, or host memory is asked for without blocks.
+            automatic, or `host` is set without blocks.
     """
 
     def __init__(
@@ -127,11 +127,11 @@ class ZOStep:
     def init(self, params: Any, *, seed: int = 0) -> ZOState:
         """Return the state of a run that begins at some parameters, placed on the mesh.
 
-        Parameters that lie on the mesh stay as they lie (tensor parallelism); others are put whole
-        on every device, and blocks that are streamed into host memory, in slices.
+        Parameters on the mesh keep their sharding (tensor parallelism); others are replicated on
+        every device, and blocks that are streamed into host memory, in slices.
 
         Raises:
-            ValueError: if one array is at two places of the tree, or no parameter is floating.
+            ValueError: if one array is twice in the tree, or no parameter is floating.
         """
         _check_params(params)
         seed = whole("seed", seed, 0)
@@ -141,7 +141,7 @@ class ZOStep:
         return new_state(placed, self.transform, seed)
 
     def shardings(self, params: Any) -> Any:
-        """Return where each parameter lies; Nones without a mesh."""
+        """Return the sharding of each parameter; None for each without a mesh."""
         if not isinstance(self._made, Streamed):
             return jax.tree.map(self._resident_at, params)
         made, at = self._made, self._layout.at
@@ -209,7 +209,7 @@ class ZOStep:
         return self._program(state).lower(state, batch, *rest)
 
     def flush(self, state: ZOState) -> ZOState:
-        """Make the pending update, before an evaluation or a checkpoint; the state is kept."""
+        """Apply the pending update, for an evaluation or a checkpoint; the state is not donated."""
         at = jax.tree.map(_sharding, state)
         key = "flush", key_of(state)
         return self._programs.get(key, lambda: jax.jit(self._made.flush, out_shardings=at))(state)

@@ -9,8 +9,8 @@ slice of a block, and the slices are gathered a block ahead too.
 All of it is in one `shard_map`: a partitioner that is left to choose lets the slices' sharding
 reach the matmuls. XLA's compiler needs three things more, as tried on jax 0.12.0.1. The slice's
 index is a value that the loop carries: one that is computed in place is fused with the slice into a
-kernel, which reads host memory and stops the others. A barrier stands behind the upload. And the
-blocks are not donated: a result in the memory of an argument would be copied there, whole, after
+kernel, which reads host memory and stops the others. A barrier follows the upload. And the
+blocks are not donated: a result in the memory of an argument would be copied there, entirely, after
 the loop; so the host's memory holds them twice during a step.
 """
 
@@ -51,7 +51,7 @@ class Streamed:
     def spec_of(self, leaf: Any) -> tuple[Any, ...]:
         """Return the spec of a stacked leaf in host memory: sliced along a layer's first dim.
 
-        Leaves that the devices cannot share evenly stay whole.
+        Leaves that the devices do not divide evenly are not sliced.
         """
         axes = self.layout.own_axes
         parts = self.layout.pairs * self.layout.shards
@@ -81,7 +81,7 @@ class Streamed:
         outer = self._updated(state, state.params["outer"], number["outer"])
 
         def near(part: Any, numbered: Any, do: Any, values: Any, row: Any = None) -> Any:
-            """Do something near some parameters, for each direction and this device's signs."""
+            """Call a function on perturbed parameters for each direction and local sign."""
 
             def one(given: Any) -> Any:
                 which, sign, value = given
@@ -175,7 +175,7 @@ class Streamed:
     # -- slices -----------------------------------------------------------------------------------
 
     def _gathered(self, layer: Any, cuts: Any) -> Any:
-        """Return a whole block from the slices of all devices."""
+        """Gather a block from the slices of all devices."""
         axes = self.layout.own_axes
 
         def one(own: jax.Array, cut: bool) -> jax.Array:
@@ -184,7 +184,7 @@ class Streamed:
         return jax.lax.optimization_barrier(jax.tree.map(one, layer, cuts))
 
     def _own(self, layer: Any, cuts: Any) -> Any:
-        """Return this device's slices of a whole block."""
+        """Return this device's slices of a full block."""
 
         def one(leaf: jax.Array, cut: bool) -> jax.Array:
             if not cut:
@@ -196,7 +196,7 @@ class Streamed:
         return jax.tree.map(one, layer, cuts)
 
     def _cuts(self, state: ZOState) -> Any:
-        """Tell for each leaf of the blocks, as whole arrays, whether it is sliced."""
+        """Return for each leaf of the blocks, given as global arrays, whether it is sliced."""
         return jax.tree.map(lambda leaf: bool(self.spec_of(leaf)), state.params["blocks"])
 
     def _specs(self, state: ZOState) -> Any:

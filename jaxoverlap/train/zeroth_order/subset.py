@@ -1,4 +1,4 @@
-"""Fine-tune a part of the parameters, or small ones beside them."""
+"""Fine-tune a part of the parameters, or a few that are added to them."""
 
 from __future__ import annotations
 

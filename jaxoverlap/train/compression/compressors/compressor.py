@@ -20,8 +20,8 @@ class Averaged(NamedTuple):
 
     Attributes:
         mean: of all workers' matrices, as far as it was sent: the same on all workers to the bit.
-        kept: what this worker's matrix had and did not send; the mean over workers of `kept`, plus
-            `mean`, is the mean of the matrices. None without error feedback.
+        kept: the error, which this worker did not send of its matrix; the mean over workers of
+            `kept`, plus `mean`, is the mean of the matrices. None without error feedback.
         state: for the next average.
     """
 

@@ -22,7 +22,7 @@ def orthonormal(matrix: jax.Array, method: Method = "auto") -> jax.Array:
     orthogonal to them.
 
     Args:
-        matrix: float32 [rows, columns], rows >= columns.
+        matrix: float32 [m, n], m >= n.
         method: QR (Householder), or Gram-Schmidt with each column projected twice. "auto" is QR of
             eight columns at a time on CPUs, where it compiles several times faster; elsewhere
             Gram-Schmidt, as QR is a call of a solver that no collective hides behind (not timed on
@@ -39,7 +39,7 @@ def _by_qr(matrix: jax.Array) -> jax.Array:
 
 
 def _by_blocks(matrix: jax.Array) -> jax.Array:
-    """Return the QR of a few columns at a time, orthogonal to the columns before.
+    """Return the Q of a QR of a few columns at a time, orthogonal to the columns before.
 
     LAPACK's QR of 16 columns and more has threads of its own, which wait for each other where the
     devices' threads have the cores: 88 ms for 784 x 16 on two busy cores, 12 µs for 784 x 8.

@@ -14,7 +14,7 @@ PAIR_BYTES = 8  # two float32
 def pack(codes: jax.Array, bits: int) -> jax.Array:
     """Pack codes of so many bits, eight codes into `bits` bytes.
 
-    The codes are cut into eight runs. Byte j of part p holds bit p of the j-th code of each run,
+    The codes are split into eight runs. Byte j of part p holds bit p of the j-th code of each run,
     the first run's lowest: neighbours are worked on together, as vector units want it.
 
     Args:

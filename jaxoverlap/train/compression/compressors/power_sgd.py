@@ -80,7 +80,7 @@ class PowerSGD:
     def average(
         self, matrix: jax.Array, state: Any, *, layer: Layer, setting: Setting, at: Worker
     ) -> Average:
-        """Average a matrix: two means, of [rows, rank] and [columns, rank]."""
+        """Average a matrix by its low-rank factors: two means, of [m, rank] and [n, rank]."""
         rank, dtype = int(setting), layer.dtype
         p = yield WireRequest("mean", (matrix @ state[:, :rank]).astype(dtype))
         p = orthonormal(p.astype(jnp.float32), self.orthogonalize)

@@ -1,4 +1,4 @@
-"""QSGD in buckets: average gradients as whole numbers of a few bits."""
+"""QSGD in buckets: average gradients as integers of a few bits."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class QSGD:
     Args:
         bits: of an element, 1 to 8.
         error_feedback: whether what rounding loses is added to the next gradient; wanted for
-            outer gradients, which come seldom. For normally distributed gradients what is kept
+            outer gradients, which come seldom. For normally distributed gradients the error
             settles at 0.24 of one with 4 bits, 0.6 with 3 and about ten times one with 2.
         levels: "range" as above; "means", with 2 bits, sends a value as its sign and one of two
             magnitudes of its bucket (`two_bits`), without chance: biased, and with error feedback
@@ -106,7 +106,7 @@ class QSGD:
     ) -> Average:
         """Average a matrix: parts to their workers, means of parts back to all.
 
-        Both ways are quantised; what the second way loses is kept by the worker that has the part.
+        Both exchanges are quantised; the error of the second is added to that of the part's worker.
         """
         bits, workers = int(setting), at.workers
         first, second = jax.random.split(at.key)
@@ -194,7 +194,7 @@ def _buckets(size: int, workers: int) -> int:
 
 
 def _in_buckets(matrix: jax.Array, workers: int) -> jax.Array:
-    """Cut a matrix into [workers, buckets, 512]; the last element fills what is missing."""
+    """Reshape a matrix to [workers, buckets, 512], padded by copies of its last element."""
     missing = _buckets(matrix.size, workers) * workers * BUCKET - matrix.size
     flat = jnp.pad(matrix.reshape(-1), (0, missing), mode="edge")
     return flat.reshape(workers, -1, BUCKET)

@@ -83,7 +83,7 @@ class TopK:
     def average(
         self, matrix: jax.Array, state: Any, *, layer: Layer, setting: Setting, at: Worker
     ) -> Average:
-        """Average a matrix: gather all workers' values and places, and add them up in order.
+        """Average a matrix: gather all workers' values and indices, and add them up in order.
 
         The order makes the sum the same on all workers to the bit.
         """
@@ -109,7 +109,7 @@ class TopK:
     def _average_of_codes(
         self, matrix: jax.Array, state: Any, setting: Setting, at: Worker
     ) -> Average:
-        """Average a matrix in chunks, values in 2 bits and places in 12."""
+        """Average a matrix in chunks, values in 2 bits and indices in 12."""
         chunks = _in_chunks(matrix)
         count = _count_of_chunk(setting)
         _, places = lax.top_k(jnp.abs(chunks), count)

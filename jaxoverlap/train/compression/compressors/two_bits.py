@@ -12,7 +12,7 @@ def quantize(values: jax.Array) -> jax.Array:
     """Send each value as plus or minus one of its bucket's two magnitudes.
 
     The magnitudes are the means of those above the mean and of the others, so a bucket never loses
-    more than it has, and with error feedback what is kept stays bounded.
+    more than it has, and with error feedback the error stays bounded.
 
     Args:
         values: float32 [..., n], a bucket each; n a multiple of eight.

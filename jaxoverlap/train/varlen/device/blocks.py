@@ -99,7 +99,7 @@ class _Tiles(NamedTuple):
         size: slots of a tile.
         used: i32[], tiles up to the last that has a token.
         first: i32[tiles], the first tile of keys that a tile of queries sees any of.
-        where: of the slots, padded to whole tiles.
+        where: of the slots, padded to full tiles.
     """
 
     size: int
@@ -122,7 +122,7 @@ class _Tiles(NamedTuple):
         return cls(size, used, first, Where(segment, position))
 
     def padded(self, *arrays: Array) -> tuple[Array, ...]:
-        """Return arrays, [b, slots, ...], with slots for whole tiles."""
+        """Pad arrays, [b, slots, ...], to a multiple of the tile size."""
         more = self.where.segment.size - arrays[0].shape[1]
         return tuple(jnp.pad(x, [(0, 0), (0, more)] + [(0, 0)] * (x.ndim - 2)) for x in arrays)
 

@@ -1,8 +1,8 @@
-"""Attention of a batch whose sequences lie on rings of several sizes: one program, static shapes.
+"""Attend over rings of several sizes, each sharding its sequences, in one static program.
 
-On each device slots stand by ring size, the largest rings first. Those of a ring of g devices are
-two halves: rank i has chunk i of 2g of each of its sequences in the first half, and 2g - 1 - i in
-the second, so that under a causal mask every rank has the same work in every round. From rank j,
+On each device slots are ordered by ring size, the largest rings first. Those of a ring of g devices
+are two halves: rank i has chunk i of 2g of each of its sequences in the first half, and 2g - 1 - i
+in the second, so that under a causal mask every rank has the same work in every round. From rank j,
 
     j = i        early x early, late x late, late x early
     j < i        late x early, early x early
@@ -45,7 +45,7 @@ from jaxoverlap.train.varlen.rings import Bounds, Nodes
 
 
 class Engine(NamedTuple):
-    """What a compiled attention is made for.
+    """The static settings of a compiled attention.
 
     Attributes:
         nodes: the devices.
@@ -53,7 +53,7 @@ class Engine(NamedTuple):
         bounds: slots by ring size.
         scale: the factor of scores.
         proxies: by ring size, the rails of a hop forward and backward; (1, 1) where it has none.
-        fused: whether whole sequences are attended to by cuDNN's kernel.
+        fused: whether unsharded sequences are attended to by cuDNN's kernel.
         chip: the compute capability that it is traced for, where that GPU is not here.
     """
 
@@ -66,7 +66,7 @@ class Engine(NamedTuple):
     chip: tuple[int, int] | None = None
 
     def route(self, size: int, *, backward: bool = False) -> Route:
-        """Return the way of a hop of rings of a size."""
+        """Return the route of a hop of rings of a size."""
         rails = dict(self.proxies).get(size, (1, 1))[backward]
         return Route(self.nodes, self.axes, size, rails)
 
@@ -182,7 +182,7 @@ class _Set:
 
 
 class _Local(_Set):
-    """Sequences that are on one device whole."""
+    """Attention of sequences that are not sharded: each is on one device."""
 
     @property
     def where(self) -> Where:
@@ -190,7 +190,7 @@ class _Local(_Set):
         return self.source(0)
 
     def forward(self, q: Array, k: Array, v: Array) -> tuple[Array, Any]:
-        """Return the output, like q, and what the backward pass needs beside it.
+        """Return the output, like q, and the residuals that the backward pass needs.
 
         That is the log of the sums, f32[b, slots, kv heads, group], or the kernel's own.
         """

@@ -1,4 +1,4 @@
-"""Attend to whole sequences by cuDNN's fused kernel, which skips what no mask lets through.
+"""Attend to unsharded sequences by cuDNN's fused kernel, which skips what the mask hides.
 
 For sets of one device and for groups that exchange heads. Not for a ring's hops. To fold a hop into
 the softmax one needs the log of its sums; for packed sequences JAX returns them as [sequences,

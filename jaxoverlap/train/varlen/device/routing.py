@@ -23,7 +23,7 @@ Pairs = list[tuple[int, int]]
 
 
 class Route(NamedTuple):
-    """The way of a hop along rings of one size.
+    """The senders and receivers of a hop along rings of one size.
 
     Attributes:
         nodes: the devices.
@@ -53,7 +53,7 @@ def proxy_ranks(nodes: Nodes, proxies: int) -> tuple[int, ...]:
 def send(route: Route, values: tuple[Array, ...]) -> tuple[Array, ...]:
     """Send values to the next device of the ring; all are alike, f[batch, tokens, ...].
 
-    Over several rails they are joined, and cut by tokens into parts that differ by one at most.
+    Over several rails they are joined, and split by tokens into parts that differ by one at most.
     """
     inside, between = hop_pairs(route.nodes, route.size)
     if not between or route.proxies == 1:
