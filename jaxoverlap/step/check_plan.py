@@ -281,7 +281,7 @@ def _entry(
 
 
 def _rows(plan: Plan) -> str:
-    """Say in how many parts the rows of a step run."""
+    """Return in words how many parts the batch of a step is split into."""
     if plan.cut is None:
         return "rows whole"
     return f"rows in {plan.cut.parts} parts, scans unrolled {plan.cut.unroll} times"

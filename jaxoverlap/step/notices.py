@@ -1,4 +1,4 @@
-"""Word what the user is told, once a step, of a step that is not overlapped."""
+"""Word the notice, once per step, that a step is not overlapped and why."""
 
 from __future__ import annotations
 

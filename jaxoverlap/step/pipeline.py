@@ -100,7 +100,7 @@ def _with_results(step: StepContext, edits: Sequence[Edit]) -> Sequence[Edit]:
 
 
 def estimated(step: StepContext, edits: Iterable[Edit]) -> float | None:
-    """Estimate a step after edits, in seconds; None if its results would lie otherwise.
+    """Estimate a step after edits, in seconds; None if its results would be sharded differently.
 
     Raises:
         UserError, RewriteError: as `apply`, and if XLA does not partition the step.

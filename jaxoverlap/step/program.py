@@ -83,7 +83,7 @@ class StepProgram:
 
 
 def is_off() -> bool:
-    """Return whether the environment asks for all steps as they are.
+    """Return whether the environment variable switches `overlap()` off for all steps.
 
     Raises:
         ValueError: if the variable is neither "on" nor "off".

@@ -147,7 +147,7 @@ class Compiled:
         self.speedup = speedup
 
     def __str__(self) -> str:
-        """Give the step's name and its speed beside plain, where that is known."""
+        """Return the step's name and its speed relative to the plain step, where that is known."""
         name = self.plan.step if self.plan else "the step as it is"
         return f"{name}: {self.speedup}" if self.speedup else f"{name}, compiled"
 

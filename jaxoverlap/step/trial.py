@@ -94,7 +94,7 @@ class Failure(msgspec.Struct, frozen=True, kw_only=True, tag="failed"):
 
 @dataclass(frozen=True)
 class Request:
-    """The candidate that a child is asked to try.
+    """The candidate that a child process compiles and simulates.
 
     Attributes:
         job: the job to compile.
@@ -119,7 +119,7 @@ class Request:
 def attempt(
     request: Request, kept: Path, timeout_s: float, kernels: KnownKernels | None = None
 ) -> Trial | Failure:
-    """Try a candidate in a child process, unless its result is kept already.
+    """Try a candidate in a child process, unless its result is cached.
 
     Args:
         kept: an existing folder of results.
@@ -150,7 +150,7 @@ def _schedule_in(kept: Path, request: Request) -> Path:
 
 
 def _read(path: Path) -> Trial | Failure | None:
-    """Read a kept result; None if there is none, or if it does not decode in this version."""
+    """Read a cached result; None if there is none, or if it does not decode in this version."""
     try:
         return msgspec.json.decode(path.read_bytes(), type=Trial | Failure)
     except (FileNotFoundError, msgspec.MsgspecError):
@@ -219,7 +219,7 @@ _SAYS_WHY = re.compile(r"F\d{4} |[\w.]+(Error|Exception): ")
 
 
 def _environment(job: Job) -> Mapping[str, str]:
-    """Return a child's environment: it sees no GPU; a CPU job gets a device for each place."""
+    """Return a child's environment, without GPUs; a CPU job gets a device for each position."""
     flags = os.environ.get("XLA_FLAGS", "")
     if job.platform == "cpu":
         flags += f" --xla_force_host_platform_device_count={len(job.positions)}"

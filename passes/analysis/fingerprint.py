@@ -54,7 +54,7 @@ def memory_text(sharding: Any) -> str:
 
 
 class _Walk:
-    """The hash of a jaxpr; an inner jaxpr that stands in several places is hashed once."""
+    """The hash of a jaxpr; an inner jaxpr that several equations call is hashed once."""
 
     def __init__(self) -> None:
         self.seen: dict[int, str] = {}  # by id: all are held by the jaxpr around them

@@ -75,7 +75,7 @@ class SpmdProgram:
 
     @property
     def donated(self) -> frozenset[tuple[str, str]]:
-        """The results that lie in an argument's memory, each with the argument, by number."""
+        """The results that alias a donated argument's memory, each with the argument, by number."""
         return frozenset(_ALIAS.findall(self.text.partition("\n")[0]))
 
     @functools.cached_property
@@ -135,7 +135,7 @@ def _partition(
     tag: str = "",
     options: Mapping[str, str] | None = None,
 ) -> partitioner.Partitioned:
-    """Partition a traced step with another jaxpr in the place of its own."""
+    """Partition a traced step with its jaxpr replaced by another."""
     params = jits.traced_params(traced)
     params = jits.with_jaxpr(params, explicit.typed_as(jaxpr, params["jaxpr"]), {})
     params["name"] = partitioner.new_name()
@@ -148,7 +148,7 @@ def _partition(
 
 
 class _Asked(NamedTuple):
-    """A matmul or a scatter-add to be asked about.
+    """A matmul or a scatter-add whose shardings are read from the partitioned module.
 
     Attributes:
         eqn: the equation.
@@ -314,7 +314,7 @@ def _transposed(key: Any) -> str:
 
 
 def _with_tags(body: Body, asked: Mapping[Any, _Asked]) -> list[Any] | None:
-    """Tag what is asked about in a body: matmuls with the transposes of results, scatter-adds."""
+    """Tag a body's matmuls, the transposes of their results, and scatter-adds."""
     tags = {id(one.eqn): _tag(key) for key, one in asked.items()}
     made = {one.out: key for key, one in asked.items()}
     tags |= {

@@ -166,7 +166,7 @@ def _element(value: Value, index: int) -> Value:
 
 
 def _in_place(module: hlo.Module, instruction: hlo.Instruction) -> int | None:
-    """Return the number of the operand in whose memory the result must lie, or None."""
+    """Return the number of the operand whose memory the result must alias, or None."""
     if aliased := _ALIASED.search(instruction.line):
         return int(aliased.group(1))
     if instruction.opcode != "fusion":

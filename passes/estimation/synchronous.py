@@ -35,7 +35,7 @@ def synchronous(problem: Problem, order: Sequence[int]) -> dict[int, int]:
 
 
 def as_compiled(problem: Problem, order: Sequence[int]) -> list[int]:
-    """Return the order that XLA makes of one: synchronous collectives in the place of the done."""
+    """Return the order as XLA emits it: a synchronous collective runs where its done was."""
     start_of = synchronous(problem, order)
     starts = set(start_of.values())
     result: list[int] = []

@@ -84,7 +84,7 @@ def letters_of(dot: Dot) -> str:
 
 
 def skip_of(dot: Dot, why: Reason) -> Skip:
-    """Make the entry of a matmul that is left alone."""
+    """Make the plan entry of a matmul that is not rewritten."""
     source, module = names_of(dot)
     return Skip(
         site=dot.index,

@@ -18,13 +18,13 @@ from jaxoverlap.plan.decisions import Reason, Variant
 
 @dataclass(frozen=True)
 class Value:
-    """A value of a body, and how it lies on the mesh: sharded as it was made, or gathered since."""
+    """A value of a body with its sharding: the one it was made with, or one gathered since."""
 
     var: Any
     spec: Spec
 
     def moved(self, axis: str, dim: int, to: int | None = None) -> Value:
-        """Return the value whole over one axis of a dim, and sharded by it on another if given."""
+        """Return the value with a mesh axis removed from a dim, and added to dim `to` if given."""
         spec = list(self.spec)
         spec[dim] = tuple(a for a in spec[dim] if a != axis)
         if to is not None:
@@ -112,12 +112,12 @@ class Ring:
 
     @property
     def position(self) -> int:
-        """The first matmul's place in the body."""
+        """The index of the first matmul's equation in the body."""
         return self.members[0].dot.position
 
     @property
     def kind(self) -> Kind:
-        """The motion that the ring carries out."""
+        """The kind of collective that the ring decomposes."""
         assert self.first.ring.motion is not None
         return self.first.ring.motion.kind
 
@@ -139,7 +139,7 @@ class Ring:
 
     @property
     def dim(self) -> int:
-        """The dim that is cut into chunks, of the gathered value or of the result."""
+        """The dim, of the gathered value or of the result, that is split into chunks."""
         return self.first.matmul.einsum.side(self.side).index(self.first.letter)
 
     @property
@@ -167,9 +167,9 @@ class Ring:
         return self.side != "out"
 
     def can_keep(self) -> bool:
-        """Return whether the step around the ring can read the gathered value, kept whole.
+        """Return whether the step can read the full gathered value as another result of the ring.
 
-        Its blocks have to lie side by side, and nothing else may have been done to it.
+        Its blocks have to be contiguous, and nothing else may have been done to it.
         """
         layout, axis = self.first, self.first.ring.axis
         given = layout.matmul.spec(self.side)

@@ -80,12 +80,12 @@ class Split:
 
 @dataclass(frozen=True)
 class Refusal:
-    """The reason why one mesh axis of a matmul is not a split with at most one motion.
+    """The reason why one mesh axis of a matmul needs more than one collective, or an unknown one.
 
     Attributes:
         axis: the mesh axis.
         reason: the collectives that it wants, in words.
-        first: motions of operands that could be done before, to leave a split with one motion.
+        first: collectives of operands that could be done before, to leave a split with only one.
     """
 
     axis: str

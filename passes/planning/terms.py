@@ -59,7 +59,7 @@ class Requests:
 
     @property
     def left_plain(self) -> dict[int, Reason]:
-        """Site -> reason of its skip, for the rejected matmuls."""
+        """The reason of the skip of each rejected matmul, by matmul id."""
         return {site: Reason("not ringed", why) for site, why in self.rejected.items()}
 
     def variant(self, names: Sequence[str]) -> Variant | None:

@@ -125,7 +125,7 @@ def _ms(seconds: float) -> str:
 
 
 class SchedulerCallback:
-    """The pass for one compilation: XLA asks for orders, and `report` tells what came of it."""
+    """The pass for one compilation: XLA calls it for orders, and `report` holds the outcome."""
 
     def __init__(self, options: Scheduler, cost: CostModel):
         self._options, self._cost = options, cost

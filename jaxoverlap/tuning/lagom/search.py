@@ -251,7 +251,7 @@ def _moved(config: Config, j: int, axis: int, by: int, axes: Sequence[int]) -> C
 
 
 def _placed(config: Config, j: int, axis: int, to: int) -> Config:
-    """Return the config with communication j at a place on one of its axes."""
+    """Return the config with communication j moved to an index on one of its axes."""
     place = (*config[j][:axis], to, *config[j][axis + 1 :])
     return (*config[:j], place, *config[j + 1 :])
 
