@@ -69,7 +69,7 @@ def tied_tables(
 
 
 def with_tables_gathered(jaxpr: Any, tables: Sequence[GatherTable], mesh: Mesh) -> Any:
-    """Gather tables once: their lookups and matmuls read one value, which lies as they say."""
+    """Gather tables once: their lookups and matmuls read one value with the given sharding."""
     eqns, uses = list(jaxpr.eqns), _uses(jaxpr)
     before: dict[int, list[Any]] = {}  # by the place in front of which they go
     for table in tables:
@@ -94,7 +94,7 @@ _Uses = Mapping[Any, Sequence[int]]
 
 
 def _uses(jaxpr: Any) -> _Uses:
-    """Return the places of the equations that read each variable."""
+    """Return the indices of the equations that read each variable."""
     uses: dict[Any, list[int]] = {}
     for position, eqn in enumerate(jaxpr.eqns):
         for v in dict.fromkeys(compat.variables(eqn.invars)):
@@ -103,7 +103,7 @@ def _uses(jaxpr: Any) -> _Uses:
 
 
 def _readers(jaxpr: Any, var: Any, uses: _Uses) -> dict[str, dict[int, str]]:
-    """Return the lookups and matmuls that read an argument: kinds by place, by the type it has."""
+    """Return the lookups and matmuls that read an argument: dtype -> equation index -> kind."""
     found: dict[str, dict[int, str]] = {}
     for copy in _copies(jaxpr, var, uses):
         kinds = {position: _kind(jaxpr, position, copy, uses) for position in uses.get(copy, ())}

@@ -20,7 +20,7 @@ step on 512 H100s, where a ring between hosts has 64 chunks, simulated: 1006 ms 
 So do gathers and scatters that have little to hide behind. If all matmuls that could overlap
 (`independent_matmuls.py`) take less than twice the collective, for others want to hide there too,
 it goes in two slices, each under the matmul of the other; in four, where they take less than twice
-a slice. (By simulation, left alone and so: 70B step on 8 GB200s, whose hops are NCCL's, 1357 and
+a slice. (By simulation, plain and sliced: 70B step on 8 GB200s, whose hops are NCCL's, 1357 and
 1309 ms, all in halves 1347; ViT on 64 A100s, where matmuls are too small for a ring, 830 and 780,
 mostly as the weights of what has a ring, and of nothing else, are gathered a layer ahead.)
 
@@ -102,7 +102,7 @@ class RingCosts:
         return whole_s if exposed_s is None else min(whole_s, exposed_s)
 
     def _left_s(self, ring: Ring) -> float:
-        """Return the exposed seconds that a ring leaves: the unhidden part of an all-reduce's gather.
+        """Return a ring's remaining exposed seconds: the unhidden part of an all-reduce's gather.
 
         The gather hides for as many seconds as the full collective would.
         """
@@ -135,7 +135,7 @@ class RingCosts:
         return Variant("sliced", slices) if slices > 1 else Variant("plain"), why
 
     def _slices(self, ring: Ring, others: Iterable[float]) -> int:
-        """Choose a collective's number of slices: more while few matmuls can hide its exposed part."""
+        """Choose a collective's number of slices: more while few matmuls can hide it."""
         beside_s, enough_s = 0.0, 2 * self.collective_s(ring)
         for seconds in others:
             beside_s += seconds

@@ -134,7 +134,7 @@ def lookup_of(edit: ScatterLookup, every: Sequence[Body], mesh: Mesh) -> Lookup 
 
 
 def _scatter_adds(every: Sequence[Body]) -> Iterator[tuple[Body, int, Any]]:
-    """Yield the scatter-adds of a step, each with its body and its place there."""
+    """Yield the scatter-adds of a step, each with its body and its index there."""
     for body in every:
         for position, eqn in enumerate(body.eqns):
             if eqn.primitive.name == "scatter-add":
@@ -156,7 +156,7 @@ def _is_zeros(eqn: Any) -> bool:
 
 
 def _adds_rows(eqn: Any) -> bool:
-    """Return whether a scatter-add adds whole rows, one a token, to a table [v, d]."""
+    """Return whether a scatter-add adds one full-width update per token to a table [v, d]."""
     dims = eqn.params["dimension_numbers"]
     updates, out = eqn.invars[2].aval, eqn.outvars[0].aval
     return (

@@ -172,9 +172,9 @@ def _point(layout: Layout) -> Point | None:
 
 
 def _rows(einsum: Einsum) -> str:
-    """List the result's letters that stand for rows of an activation; none if it has no rows.
+    """Return the letters of the result's token dims, from the activation; empty if it has none.
 
-    The activation is the operand with more dims. Its rows come first, and a matmul with a weight
+    The activation is the operand with more dims. Its token dims come first; a matmul with a weight
     keeps them; the gradient of a weight sums over them.
     """
     activation = einsum.rhs if len(einsum.rhs) > len(einsum.lhs) else einsum.lhs
@@ -274,7 +274,7 @@ def exposure(
 
 
 def _of_ring(ring: Ring, costs: Mapping[str, float]) -> float:
-    """Price a ring, and what its matmuls move beside it."""
+    """Return the cost of a ring, and of its matmuls' collectives on other axes."""
     total = 0.0
     for member in ring.members:
         layout, leads = member.layout, member is ring.members[0]

@@ -141,7 +141,7 @@ def gather_under(arrivals: Reads, shard: Array, axis: str, variant: Variant) -> 
 
 
 def read_slices(arrivals: Reads, parts: list[Array], send: Callable[[Array], Array]) -> None:
-    """Read slices of all chunks, each sent as a whole under the read before it."""
+    """Read slices of all chunks, each gathered by one collective under the read before it."""
     coming = send(parts[0])
     for j in range(len(parts)):
         used = {"here": coming} | ({"next": parts[j + 1]} if j + 1 < len(parts) else {})
@@ -192,7 +192,7 @@ class Arrivals:
             self.whole = [chunks.put(self.whole[0], part, self.dim, self.cut, chunk, piece)]
 
     def finish(self) -> tuple[list[Array], Array | None]:
-        """Return the results in their dtypes, and the operand if it was kept."""
+        """Return the results in their dtypes, and the gathered operand if `keep` is set."""
         results = [r.astype(m.dtype) for r, m in zip(self.results, self.readers, strict=True)]
         return results, self.whole[0] if self.keep else None
 
@@ -223,13 +223,13 @@ def _add(
 
 
 def _is_cut(reader: Reader, dim: int) -> bool:
-    """Return whether the other operand has the travelling dim too, and is cut to what arrived."""
+    """Return whether the other operand has the travelling dim too, and is sliced like a chunk."""
     einsum = reader.einsum
     other = einsum.rhs if reader.side == "lhs" else einsum.lhs
     return einsum.side(reader.side)[dim] in other
 
 
 def wide(dtype: Any) -> Any:
-    """Return the dtype for sums over chunks; by hand, as jax may be told not to promote."""
+    """Return the dtype for sums over chunks, which does not depend on JAX's promotion setting."""
     narrow = jnp.issubdtype(dtype, jnp.floating) and jnp.finfo(dtype).bits < 32
     return jnp.float32 if narrow else dtype  # whole numbers wrap around alike in any order

@@ -88,15 +88,15 @@ def result_ring(
     gathered: Dim | None = None,
     invarying: bool = False,
 ) -> Array:
-    """Add up matmuls whose sum is scattered, wanted whole or exchanged.
+    """Add up matmuls whose sum is scattered, all-reduced or exchanged.
 
     Args:
         kind: reduce_scatter, all_reduce or all_to_all.
         terms: the matmuls.
         along: the ring's axis.
         dtype: the dtype of the sum.
-        split: the dim that becomes sharded; for all_reduce the one that is cut on the way.
-        gathered: for an exchange, the dim that becomes whole.
+        split: the dim that becomes sharded; for all_reduce the one that is split into chunks.
+        gathered: for an exchange, the dim that becomes unsharded.
         invarying: for all_reduce, give a result whose type says that it is alike on all devices.
     """
     given: dict[str, Any] = {**along._asdict(), "dtype": dtype}

@@ -141,7 +141,7 @@ def scatter_under(products: Computes, axis: str, dtype: Any, variant: Variant) -
 
 
 def _slices(products: Computes, axis: str, dtype: Any) -> Array:
-    """Scatter each slice as a whole, under the matmul of the next slice."""
+    """Scatter each slice by one reduce-scatter, under the matmul of the next slice."""
     cut, dim = products.cut, products.dim
     results: list[Array] = []
     product = products.multiply(None, 0, dtype)
@@ -165,9 +165,9 @@ class Hops:
         self.arriving: dict[tuple[int, int], Array] = {}
 
     def send(self, kept: Kept) -> Kept:
-        """Send what is leaving, tied to the next matmul and to what is kept.
+        """Send the leaving sum, tied to the next matmul and to the values that stay on the device.
 
-        If nothing waited for what is kept, XLA would put it off, and hold all that has come.
+        If nothing waited for these, XLA would compute them late, and hold all that has arrived.
         """
         if self.leaving is None:
             return kept

@@ -141,7 +141,7 @@ def scatter_steps(style: Style, axis_size: int) -> list[ScatterStep]:
 
 
 def num_hops(variant: Variant, axis_size: int) -> int:
-    """Count a ring's permutes or whole collectives of "sliced"; an all-reduce has a gather more."""
+    """Count a ring's permutes, or a "sliced" one's collectives; an all-reduce adds a gather."""
     return variant.slices * (1 if variant.style == "sliced" else axis_size - 1)
 
 
