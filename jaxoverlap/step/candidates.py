@@ -89,7 +89,7 @@ def overlapped(step: StepContext, terms: Terms, options: Options) -> StepCandida
     Args:
         step: the step.
         terms: the terms to decide by.
-        options: what was asked for.
+        options: the user's options.
 
     Raises:
         RewriteError: if XLA does not partition the step, or a pass fails on it.
@@ -413,7 +413,7 @@ def _finished(
     Args:
         step: the step.
         decided: the decisions for it.
-        options: what was asked for.
+        options: the user's options.
         unringed: the step with layouts and batch split; None for the step itself.
         layers_ahead: whether all weights of a layer are gathered ahead, as one.
     """

@@ -76,7 +76,7 @@ def with_layouts(
 
     Args:
         step: the step.
-        options: what was asked for.
+        options: the user's options.
         overlapped_s: estimates the seconds of a step with layouts, once it is overlapped.
     """
     evaluator, mode, cost = _Evaluator(step), options.layouts, step.cost

@@ -61,7 +61,7 @@ def run_passes(call: jits.Call, options: Options, step: StepContext | None = Non
 
     Args:
         call: the step's call with such arguments.
-        options: what was asked for.
+        options: the user's options.
         step: its facts, where `prepare` has gathered them for options that differ in no fact.
 
     Raises:
@@ -117,7 +117,7 @@ def _untyped(step: StepContext) -> StepContext:
     The types that JAX inferred become constraints, or are left to XLA's partitioner if the step is
     then faster by its estimate. A step that is called under a transformation
     stays as it is: its derivatives have types too. So does one on a mesh of both kinds of axes if
-    its results would lie otherwise, or its estimate is worse.
+    its results would be sharded differently, or its estimate is worse.
     """
     if not step.explicit or not step.outermost:
         return step

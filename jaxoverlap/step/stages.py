@@ -127,7 +127,7 @@ class Compiled:
     Attributes:
         plan: as in `Lowered`; that to leave the step as it is, where that is faster.
         schedule: what the scheduler pass did, and by how many seconds; None where it did not run.
-        speedup: how the step stands beside plain by simulation; None where that was not asked.
+        speedup: the step's simulated speed relative to plain; None where it was not simulated.
     """
 
     def __init__(

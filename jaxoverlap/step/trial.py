@@ -1,7 +1,7 @@
 """Try one candidate of a tuning: compile it in a child process, audit and simulate it.
 
 A compiler that aborts ends the child, and is a result like any other. The child ends when its
-parent does. What was tried is kept in a folder, under a hash of all that it depends on.
+parent does. Results are cached in a folder, under a hash of all that they depend on.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ class Trial(msgspec.Struct, frozen=True, kw_only=True, tag="done"):
         step_s: seconds of the step; compute_s: of kernels alone; communication_s: of all
             collectives; exposed_s: while kernels wait; bound_s: what no order can beat.
         peak_bytes: bytes that a device needs at most, arguments and outputs included.
-        hops, hops_covered: permutes of rings in a step, and those with a matmul beside them.
+        hops, hops_covered: permutes of rings in a step, and those that overlap with a matmul.
         waited: the costs of collectives, longest exposed first.
         unknown: what the simulation does not know, and how often a step runs it.
     """
@@ -122,8 +122,8 @@ def attempt(
     """Try a candidate in a child process, unless its result is cached.
 
     Args:
-        kept: an existing folder of results.
-        kernels: XLA's kernels, kept from candidates for the same chip.
+        kept: an existing folder of cached results.
+        kernels: XLA's kernels, cached from candidates for the same chip.
     """
     path = kept / f"{request.key}.json"
     known, there = _read(path), _schedule_in(kept, request).exists()

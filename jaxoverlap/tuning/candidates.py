@@ -139,7 +139,7 @@ def moves(
 
     Args:
         plan, trial: those of the best candidate so far.
-        tried: sites and variants that need no second try.
+        tried: matmul ids and variants that need no second try.
         model: prices what cutting a ring costs.
     """
     priced: list[tuple[float, float, Candidate]] = []

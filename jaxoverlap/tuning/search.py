@@ -95,7 +95,7 @@ class Search:
     Attributes:
         lower: rewrites and lowers a step by a plan or options; None is the step as it is.
         base: the options of the rules.
-        kept: the folder of results.
+        kept: the folder of cached results.
         memory_bytes: bytes of memory of a device.
         look: estimates a step by a plan or options from its partitioned program, in seconds.
         model: makes the unified model of the step, from what the rules made of it.

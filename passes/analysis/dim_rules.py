@@ -28,7 +28,7 @@ class DimRule(NamedTuple):
 
     Attributes:
         operands, results: the factors of each operand and result; a dim that is split or merged has
-            that of its major part; none for an operand that stands for a missing one.
+            that of its major part; none for an operand that represents a missing one.
         combine: the primitive that combines what is computed from parts of a factor that a result
             does not have; None if nothing can.
         mixed: the factors whose elements an equation reads together, so that it cannot run on some

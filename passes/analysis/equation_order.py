@@ -13,7 +13,7 @@ from jaxoverlap._jax import compat
 class EquationOrder:
     """The dependencies between the equations of a body, some of which are merged into groups.
 
-    Places are equations' numbers in the body; a merged group goes by its first place.
+    Positions are equations' indices in the body; a merged group goes by its first position.
 
     The groups have numbers that respect every dependency, so what a request could turn into a
     circle lies between two numbers, and only that is looked at and numbered anew (Pearce and Kelly,

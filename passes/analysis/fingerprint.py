@@ -2,7 +2,7 @@
 
 Variables are numbered as they come, and what a jaxpr carries besides computing is left out: names,
 source lines, the devices of meshes. Objects that nothing is known of count by their type alone, so
-that no address gets in; equations are told apart all the same by what they read and give.
+that no address gets in; equations still differ by their operands and results.
 """
 
 from __future__ import annotations

@@ -75,7 +75,7 @@ class Kernels:
     def transposed_by_matmul(self, i: hlo.Instruction) -> bool:
         """Return whether a transpose moves nothing, as matmuls alone read what it turns.
 
-        cuBLAS takes either operand turned: rows that lie where columns would, and all of them.
+        cuBLAS takes either operand transposed, if it is transposed as a whole matrix.
         """
         if i.opcode != "transpose":
             return False

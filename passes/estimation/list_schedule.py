@@ -58,8 +58,8 @@ class OrderOutcome:
     Attributes:
         seconds: from the first task to the end of the last, collectives included.
         peak_bytes: the most that is live at a time; operands of the computation not counted.
-        bare: starts of collectives with no matmul before their done.
-        clashes: how often a collective meets one on its way that it must not run beside.
+        bare: starts of exposed collectives: with no matmul before their done.
+        clashes: how often a collective starts while one is in flight that it must not overlap.
     """
 
     seconds: float

@@ -65,7 +65,7 @@ class Problem:
     Attributes:
         tasks: each needs only earlier ones.
         buffer_bytes: size of each buffer.
-        kept: buffers that are still needed when the computation ends.
+        kept: buffers that are still live when the computation ends.
         apart: the starts that must not be on their way when a task runs, by the task, which is a
             start or runs some inside (`streams.apart`).
     """

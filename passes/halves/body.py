@@ -147,7 +147,7 @@ def _check_memory(atom: Any, what: str, eqn: Any) -> None:
     """Refuse to split or join a value in the host's memory.
 
     Raises:
-        HostMemoryError: if the value lies there.
+        HostMemoryError: if the value is in the host's memory.
     """
     if compat.in_host_memory(atom):
         raise HostMemoryError(

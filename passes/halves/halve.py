@@ -104,12 +104,12 @@ class Halved:
         Args:
             jaxpr: the body.
             around: the equation whose body it is.
-            given: the dims along which its operands' rows lie; None for one that is whole.
+            given: the batch dim of each operand; None for one that is undivided.
             wanted: the same of its results; None for as they come.
 
         Returns:
-            The new body, whose operands and results are the parts in the place of each value that
-            is in parts; and the dims along which its results' rows lie.
+            The new body, whose operands and results are the parts instead of each value that
+            is in parts; and the batch dims of its results.
         """
         body = SplitBody(self._split)
         invars = [
@@ -207,7 +207,7 @@ class Halved:
 
         Args:
             scan: the scan, in parts.
-            has_rows: of each operand that it scans over, whether it holds rows.
+            has_rows: of each operand that it scans over, whether it has a batch dim.
         """
         length, unroll, inner = (scan.params[name] for name in ("length", "unroll", "jaxpr"))
         if (

@@ -59,7 +59,7 @@ class OwnNames:
         """Make the parts of a value that repeats along the batch dim, from values without that dim.
 
         Args:
-            whole: the value.
+            whole: the undivided value.
             dim: its batch dim.
             split: the batch split.
             like: an equation that reads a part.
@@ -127,7 +127,7 @@ def own_slices(jaxpr: Any, has_rows: Sequence[bool], like: Any) -> Any:
     The steps of one body read slices of one stacked value. What the backward pass recomputes from
     them waits for nothing, so XLA fuses the first such kernels of all steps into one that waits for
     what comes before it in each. All these steps would be recomputed before the pass goes back
-    through the last, and what they made would be kept. What waits for the carry cannot be joined,
+    through the last, and their results would stay live. What waits for the carry cannot be fused,
     and a name costs a copy.
 
     Args:

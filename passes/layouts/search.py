@@ -67,12 +67,12 @@ class LayoutSearch:
         matmuls: the matmuls whose results may be pinned.
         dims: the named dims of the step.
         sizes: devices along each mesh axis.
-        ask: asks about one set of pins.
+        ask: evaluates one set of pins.
         plain: the answer without pins.
         most: the most questions to ask.
         thorough: whether to go on where none of the layouts to start from is faster.
         best: the fastest candidate; the step as it is as long as nothing is faster.
-        asked: questions asked.
+        asked: the number of sets evaluated.
     """
 
     matmuls: tuple[Dot, ...]
@@ -136,7 +136,7 @@ class LayoutSearch:
         This is delta debugging (Zeller and Hildebrandt, TSE 2002): what is left is needed, each.
 
         Args:
-            most: the most further questions to ask.
+            most: the most further sets of pins to evaluate.
         """
         self.most = self.asked + most
         together = len(self.best.pins)
@@ -177,7 +177,7 @@ class LayoutSearch:
     def _mix(self) -> None:
         """Take the layout of single source lines from another of the layouts to start from.
 
-        A mixture of experts has its rows on all devices, but where the experts work.
+        A mixture of experts has its tokens on all devices, except where the experts work.
         """
         for other in sorted(self._first, key=lambda c: c.answer.step_s):
             for sites in self._by_line():

@@ -6,7 +6,7 @@
 
 Where an axis shards both the table and the batch (FSDP), XLA gathers the table over it for the
 lookup, and once more for the matmul, since that reads the transpose. Each takes as long, and the
-first has nothing to hide behind. Price decides, as with pins: the whole table then lies in memory
+first has nothing to hide behind. The estimate decides, as with pins: the full table is in memory
 from the lookup to the logits.
 """
 
@@ -50,7 +50,7 @@ def tied_tables(
 
     Args:
         jaxpr: the flattened step.
-        arguments: how each of its arguments lies; None where that is not known.
+        arguments: the sharding of each of its arguments; None where that is not known.
         sizes: devices along each mesh axis.
     """
     weights, uses = weights_of(jaxpr), _uses(jaxpr)

@@ -47,8 +47,8 @@ class ManualSharing:
         order: the order in which the body's equations then stand.
         rings: the rings.
         late: matmuls that read what a ring gathered, by their numbers.
-        left: collectives beside a matmul that stay as they are, by its number.
-        skipped: why each other matmul is left alone, by its number.
+        left: collectives next to a matmul that stay as they are, by the matmul's id.
+        skipped: why each other matmul is not rewritten, by its id.
     """
 
     manual: Manual
@@ -66,7 +66,7 @@ def decide_manual(
 
     Args:
         bodies: the step's bodies, from `jaxprs.bodies`.
-        shardings: from `partitioned`: how its matmuls lie on axes that are automatic beside.
+        shardings: from `partitioned`: its matmuls' shardings on the automatic axes.
         requests: for single matmuls.
 
     Returns:
@@ -111,7 +111,7 @@ def _share(
     """Choose the matmuls of a manual body that have rings; the largest collectives choose first.
 
     Args:
-        body, shardings, requests: the body, how its matmuls lie, and what is wanted of them.
+        body, shardings, requests: the body, its matmuls' shardings, and the user's requests.
         left: the number of each matmul whose ring was rejected, with the reason.
     """
     manual = body.dots[0].manual

@@ -41,7 +41,7 @@ class WrittenCollective:
     """A collective of the user's that a ring can do.
 
     Attributes:
-        place: its place in the body.
+        position: its index in the body.
         eqn: the equation.
         kind: the kind of collective.
         axis, axis_size: the mesh axis, and its devices.
@@ -160,7 +160,7 @@ def collective(position: int, eqn: Any, axes: Mapping[str, int]) -> WrittenColle
     """Describe a collective that a ring can do, or say why no ring can.
 
     Args:
-        place: its place in the body.
+        position: its index in the body.
         eqn: the equation.
         axes: the manual mesh axes, and the devices along each.
     """
@@ -190,7 +190,7 @@ class Sites:
     """The matmuls and collectives of one manual body, and the views and sums between them.
 
     Attributes:
-        collectives: by its place each collective, or the reason why no ring can do it.
+        collectives: each collective by its index, or the reason why no ring can do it.
         uses: the makers and readers of the body's values.
     """
 

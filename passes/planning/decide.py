@@ -73,7 +73,7 @@ def decide(
         An entry for each matmul, and the rings of each body that has any matmul, by its number.
 
     Raises:
-        ValueError: if a request names a line without a matmul, or a site that is none.
+        ValueError: if a request names a line without a matmul, or an unknown matmul id.
     """
     step = _Step(bodies, shardings, terms)
     sharings = {body.index: _shared(body, step) for body in bodies if body.dots}

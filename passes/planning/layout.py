@@ -247,7 +247,7 @@ def _crossed(layout: Layout) -> str | None:
     """Name the first dim on which an axis moves under one that counts other blocks, if any.
 
     With b = 8 over an axis of 2 on one side and over another of 2 on another side, both count
-    blocks of 4: while one holds the dim, the other's blocks are cut in halves.
+    blocks of 4: while one holds the dim, the other's blocks are split in halves.
     """
     matmul = layout.matmul
     for split in (layout.ring, *layout.others):

@@ -67,8 +67,8 @@ class RingCosts:
     Attributes:
         cost: the cluster's cost model.
         groups: the devices that take part in a collective along each mesh axis.
-        bare: gives the seconds that the kernels wait in one run for a ring's collective, left
-            whole, in the scheduler pass's order; None where that is not known.
+        exposed: returns the seconds that the kernels wait in one run for a ring's collective, not
+            decomposed, in the scheduler pass's order; None where that is not known.
     """
 
     cost: CostModel
@@ -116,9 +116,9 @@ class RingCosts:
     ) -> tuple[Variant, str]:
         """Choose how a ring's pieces travel, and say why if not as usual.
 
-        A ring that is not worth it is left alone; but sums between hosts go in two slices of a
+        A ring that is not worth it is rejected; but sums between hosts go in two slices of a
         reduce-scatter each. Those are the gradients of weights, which XLA may transpose, or
-        all-reduce whole. Other gathers and scatters go in slices where that pays.
+        all-reduce in one piece. Other gathers and scatters go in slices where that pays.
 
         Args:
             ring: the ring.
@@ -232,7 +232,7 @@ def chunk(
     """Return one chunk of a member's matmul on one device, and the bytes copied for it.
 
     Args:
-        pieces: the number of pieces that the matmul is cut into.
+        pieces: the number of pieces that the matmul is split into.
         arrives: whether an operand moves, and not results.
         sums: whether results that move do so hop by hop, and are added up on the way.
         adds_apart: whether partial results, of a chunk of what is summed over, are added up in

@@ -38,7 +38,7 @@ class Hoist:
 
     Attributes:
         kind: all_gather or all_to_all.
-        before, after: the value, and the value as it lies then.
+        before, after: the value, and the value with its sharding after the collective.
         axis: the mesh axis.
         bytes_moved: bytes that each device sends.
     """
@@ -57,7 +57,7 @@ class Member:
     Attributes:
         dot: the matmul.
         lhs, rhs: the values that it reads.
-        layout: how it lies on the mesh; None if nothing moves any more, as others gathered it.
+        layout: its layout as a ring; None if nothing moves any more, as others gathered it.
         hoists: the gathers that come before it, also those shared with others.
         end: its own result, or the value that this is resharded to.
     """
@@ -86,10 +86,10 @@ class Ring:
 
     Attributes:
         members: the matmuls; the first names the ring.
-        keep: whether the gathered value is kept whole for matmuls that come later.
+        keep: whether the ring also returns the full gathered value, for matmuls that come later.
         total: the variable of the sum of all results, where several are added up.
         variant: how the pieces travel.
-        why: the reason if they do not travel as asked for.
+        why: the reason if they do not travel as requested.
     """
 
     members: list[Member]
@@ -186,7 +186,7 @@ class Sharing:
         rings: the rings.
         readers: matmuls that only read what others gathered.
         hoisted: the gathers that come before the rings, by what they give.
-        skipped: why each other matmul is left alone, by its number.
+        skipped: why each other matmul is not rewritten, by its id.
         costs: the cost of a byte along each mesh axis, in any unit; 1 by default.
         read: the variables that placed matmuls read.
         absorbed: the variables that are gone, as a ring gives what they are resharded to.

@@ -297,7 +297,7 @@ def _keep_known(
     A ring that has moved it keeps it from now on, and comes before the matmul.
 
     Returns:
-        The side of the operand, and how it lies; None, and nothing is changed, if none was moved.
+        The side of the operand, and its sharding; None, and nothing changed, if none was moved.
     """
     for axis, motion in wanted:
         if motion is None or motion.side == "out":

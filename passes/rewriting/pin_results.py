@@ -47,7 +47,7 @@ def pinned_results(
 
     Args:
         params: the jit equation's parameters.
-        specs: how each result of the plain step lies, from `partitioned`.
+        specs: the sharding of each result of the plain step, from `partitioned`.
         mesh: the step's mesh.
     """
     if explicit_axes(mesh):  # there a result's type says how it lies

@@ -4,14 +4,14 @@
 
 ->  y: [s@model, d], reduce-scattered in a ring ;  z: [s@model, d] ;  q = all_gather(z) w3 in a ring
 
-The ring of an all-reduce hides its scatter half alone: its gather half stands between the matmul
+The ring of an all-reduce hides its scatter half alone: its gather half runs between the matmul
 and what reads the sum. Where everything up to the next matmuls goes row by row, the sum may as well
 stay scattered, and those matmuls gather it in rings of their own: as sequence parallelism has it
-(Korthikanti et al., arXiv 2205.05198), but found and not asked for.
+(Korthikanti et al., arXiv 2205.05198), but found without a user's request.
 
-XLA's partitioner knows what goes row by row. The sums are constrained to be scattered, XLA is asked
-again, the step is decided on again, and `exposure` tells which of the two is better. It counts
-bytes twice that no matmul hides: a value that was saved whole for the backward pass is now gathered
+XLA's partitioner knows what goes row by row. The sums are constrained to be scattered, partitioned
+again, the rings are chosen again, and `exposure` decides which of the two is better. It counts
+bytes twice that no matmul hides: a value that was saved in full for the backward pass is gathered
 again there, in a ring, so that bytes alone would favour the all-reduce whose half nothing hides.
 """
 
@@ -105,7 +105,7 @@ def with_sums_scattered(
     """Decide on a step with some of its sums scattered.
 
     Args:
-        traced, jaxpr, shardings: the step, and how its matmuls lie as it is.
+        traced, jaxpr, shardings: the step, and the shardings of its matmuls as it is.
         where: the matmuls whose sums are scattered, by their number.
         decide: decides on the step, given what XLA makes of it.
         mesh: the step's mesh.
@@ -145,7 +145,7 @@ def points(sharings: Iterable[Sharing]) -> dict[int, Point]:
     """Find where the sums of a step could stay scattered, by the number of the matmul.
 
     These are the sums of all-reduce rings, but for gradients of weights, and for those that the
-    user's own constraint wants whole.
+    user's own constraint wants replicated.
     """
     rings = (ring for sharing in sharings for ring in sharing.rings if ring.kind == "all_reduce")
     members = (member for ring in rings for member in ring.members if not member.end.positions)
@@ -262,7 +262,7 @@ def exposure(
 
     Args:
         sharings: its rings.
-        beside: the collectives that stay XLA's, and the gradients of lookups.
+        beside: the collectives that XLA still runs, and the gradients of lookups.
         costs: the cost of a byte along each mesh axis.
     """
     total = 0.0

@@ -20,11 +20,11 @@ two gradients that read dy): each shard travels once, and all their chunks run o
 
 Why the barrier: without it XLA's dot merger glues the chunks back into one matmul, and its
 scheduler issues the hops back to back. Both the hop and the matmul must read the barriered value;
-so must the slices of the other operand, which XLA would otherwise all cut before the first matmul.
+so must the slices of the other operand, which XLA would otherwise all make before the first matmul.
 
 With t for all readers' matmuls of one chunk and tau for its hop, the ring takes t + (N - 1) max(t,
 tau); the other orders, and when that does not apply, are in `orders.py`. "sliced" runs
-lax.all_gather of 1/m of the shard under the matmul of the slice before: T_comm/m stays bare, in
+lax.all_gather of 1/m of the shard under the matmul of the slice before: T_comm/m is exposed, in
 front. The order of chunks is CommFuse's (arXiv 2604.24013, Figure 6). The pass does not apply when
 the gathered dim does not divide by the axis, or when another mesh axis shards that dim more finely.
 """
@@ -52,12 +52,12 @@ class Reader:
     """A matmul that reads what arrives.
 
     Attributes:
-        other: its other operand, whole along the travelling dim where it has that dim.
+        other: its other operand, unsharded along the travelling dim where it has that dim.
         einsum: its letters (the sizes are not read).
         side: which of its operands travels.
         dot: multiplies one chunk.
         dtype: the dtype of its result.
-        other_outer, out_outer: `Cut.outer` of the travelling dim in the other operand and the
+        other_outer, out_outer: `Chunking.outer` of the travelling dim in the other operand and the
             result.
     """
 
@@ -89,11 +89,11 @@ def all_gather_matmul(
         dim: the dim it is gathered along; in each reader free, contracted or batch.
         axis, axis_size: the mesh axis of the ring, and its devices.
         variant: how the chunks travel.
-        outer: `Cut.outer` of the gathered dim.
+        outer: `Chunking.outer` of the gathered dim.
         keep: whether to return the gathered operand too.
 
     Returns:
-        Each reader's result on this device, whole along the dim unless that is contracted; and the
+        Each reader's result on this device, unsharded along a dim not contracted; and the
         gathered operand, or None.
 
     Raises:
@@ -165,7 +165,7 @@ class Arrivals:
     def tie(self, held: dict[Any, Array]) -> dict[Any, Array]:
         """Tie what is read next: neither it nor a hop of it may start before the last matmul.
 
-        Other operands that are cut are tied too: XLA would cut all their chunks at the start.
+        Other operands that are sliced are tied too: XLA would make all their slices at the start.
         """
         if not self.results:
             return held

@@ -78,12 +78,12 @@ def all_to_all_matmul(
         dim: the dim that is gathered; in each reader free, contracted or batch.
         wanted: the dim that is sharded instead.
         axis, axis_size: the mesh axis, and its devices.
-        variant: "direct" or "sliced"; pieces are cut along `dim`.
-        outer, wanted_outer: `Cut.outer` of the two dims.
+        variant: "direct" or "sliced"; pieces are split along `dim`.
+        outer, wanted_outer: `Chunking.outer` of the two dims.
         keep: whether to return the exchanged operand too.
 
     Returns:
-        Each reader's result on this device, whole along `dim` unless that is contracted; and the
+        Each reader's result on this device, unsharded along `dim` unless it is contracted; and the
         exchanged operand, or None.
 
     Raises:
@@ -137,8 +137,8 @@ def matmul_all_to_all(
         wanted: the dim that is sharded instead; batch or free.
         axis, axis_size: the mesh axis, and its devices.
         dtype: the dtype of the result.
-        variant: "direct" or "sliced"; pieces are cut along `wanted`.
-        outer, wanted_outer: `Cut.outer` of the two dims.
+        variant: "direct" or "sliced"; pieces are split along `wanted`.
+        outer, wanted_outer: `Chunking.outer` of the two dims.
 
     Returns:
         This device's part of the result: all of dim `dim`, 1/axis_size of dim `wanted`.

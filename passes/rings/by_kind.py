@@ -21,7 +21,7 @@ class Dim(NamedTuple):
 
     Attributes:
         at: its number.
-        outer: `Cut.outer` of it.
+        outer: `Chunking.outer` of it.
     """
 
     at: int
@@ -58,7 +58,7 @@ def operand_ring(
         shard: this device's part of the operand.
         readers: the matmuls that read it.
         along: the ring's axis.
-        gathered: the dim that becomes whole.
+        gathered: the dim that becomes unsharded.
         split: for an exchange, the dim that becomes sharded.
         keep: return the moved operand too.
 

@@ -53,10 +53,10 @@ class Term:
     """A matmul whose products are added to those of other terms.
 
     Attributes:
-        lhs, rhs: this device's operands, whole along the scattered dim.
+        lhs, rhs: this device's operands, unsharded along the scattered dim.
         einsum: its letters (the sizes are not read).
         dot: multiplies one chunk.
-        lhs_outer, rhs_outer: `Cut.outer` of the scattered dim in the operands.
+        lhs_outer, rhs_outer: `Chunking.outer` of the scattered dim in the operands.
     """
 
     lhs: Array
@@ -85,7 +85,7 @@ def matmul_reduce_scatter(
         axis, axis_size: the mesh axis of the ring, and its devices.
         dtype: the dtype of the result, and of the sums that travel.
         variant: how the sums travel.
-        outer: `Cut.outer` of the scattered dim in the result.
+        outer: `Chunking.outer` of the scattered dim in the result.
 
     Returns:
         This device's chunk of the result: 1/axis_size of dim `dim`.
@@ -199,7 +199,7 @@ class Products:
     def tie[Tree](self, leaving: Tree) -> Tree:
         """Tie what is about to leave to the next matmul: neither may start before the other.
 
-        Of the next matmul, the operands that are cut into chunks are tied.
+        Of the next matmul, the operands that are split into chunks are tied.
         """
         cut = [
             {

@@ -49,7 +49,7 @@ class Site:
     Attributes:
         number: the number of the matmul that it is named after.
         source: "file:line" of its first matmul.
-        ways: how it can be cut, by the number of pieces; 1: left plain.
+        ways: its possible variants, by the number of pieces; 1: not decomposed.
         communication, computation: what it moves, and its matmuls, in the settings of `ways`.
     """
 
@@ -147,12 +147,12 @@ class GranularityModel:
         """Return H of cutting a ring in another way: computation added per second not exposed.
 
         Args:
-            number: the number of the site.
-            now, to: how it is cut, and how it would be.
+            number: the matmul's id.
+            now, to: its variant now, and the one to move to.
             waited_s: seconds that kernels wait for it now, as simulated.
 
         Returns:
-            Infinite where nothing is gained, and for a site that the model does not have.
+            Infinite where nothing is gained, and for a matmul that the model does not have.
         """
         if number not in self._places:
             return math.inf

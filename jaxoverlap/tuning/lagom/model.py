@@ -48,7 +48,7 @@ class SettingSpace:
         counts: numbers of channels.
         chunk_bytes: bytes of a channel's chunk.
         threads: threads of a channel.
-        pieces: numbers of pieces that the communication and its site are cut in.
+        pieces: numbers of pieces that the communication and its computation may be split into.
     """
 
     counts: tuple[int, ...] = (1, 2, 4, 8, 16, 24)
@@ -91,7 +91,7 @@ class Communication:
         runs: how often it runs, one after the other.
         site: which of the computations needs it (gives it) piece by piece; None: none waits.
         space: the settings that it can have.
-        ring: the devices of the ring that it becomes if cut into as many pieces or a multiple: one
+        ring: the devices of the ring that it becomes if split in so many pieces or a multiple; one
             piece is there from the start, the others are hops. 0: it never does.
     """
 
@@ -130,7 +130,7 @@ class Computation:
         work: its matmuls and bytes.
         runs: how often it runs, one after the other.
         cut: the kernels of one piece, by the number of pieces; for other numbers, one piece is an
-            equal part of each matmul's rows.
+            equal part of each matmul's first dim.
     """
 
     work: KernelWork
