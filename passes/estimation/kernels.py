@@ -75,7 +75,7 @@ class Kernels:
     def transposed_by_matmul(self, i: hlo.Instruction) -> bool:
         """Return whether a transpose moves nothing, as matmuls alone read what it turns.
 
-        cuBLAS takes either operand transposed, if it is transposed as a whole matrix.
+        cuBLAS takes either operand transposed, if the full matrix is transposed.
         """
         if i.opcode != "transpose":
             return False

@@ -9,10 +9,11 @@ and what reads the sum. Where everything up to the next matmuls goes row by row,
 stay scattered, and those matmuls gather it in rings of their own: as sequence parallelism has it
 (Korthikanti et al., arXiv 2205.05198), but found without a user's request.
 
-XLA's partitioner knows what goes row by row. The sums are constrained to be scattered, partitioned
-again, the rings are chosen again, and `exposure` decides which of the two is better. It counts
-bytes twice that no matmul hides: a value that was saved in full for the backward pass is gathered
-again there, in a ring, so that bytes alone would favour the all-reduce whose half nothing hides.
+XLA's partitioner knows what goes row by row. The sums are constrained to be scattered, the step is
+partitioned again, the rings are chosen again, and `exposure` decides which of the two is better. It
+counts bytes twice that no matmul hides: a value that was saved in full for the backward pass is
+gathered again there, in a ring, so that bytes alone would favour the all-reduce whose half nothing
+hides.
 """
 
 from __future__ import annotations
