@@ -59,8 +59,8 @@ class Decision(msgspec.Struct, frozen=True, kw_only=True, tag="ring", forbid_unk
     """One matmul that becomes a ring.
 
     Attributes:
-        site: the matmul's number among the step's `dot_general`s.
-        ring: the site that its ring is named after: its own, or that of the first matmul in it.
+        site: the matmul's id: its index among the step's `dot_general`s.
+        ring: the id that its ring is named after: its own, or that of the first matmul in it.
         source: "file:line" of the code that wrote it, outside of JAX and of libraries of layers.
         module: the named scopes around it, as in "GPT.layers_0.mlp.up": flax's linen names one for
             each module; "" if there is none.
@@ -188,7 +188,7 @@ class ScatteredSum(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     """A sum of activations that stays scattered until the next matmuls gather it.
 
     Attributes:
-        site: the matmul that gives it.
+        site: the id of the matmul that gives it.
         dim: the dim of its result that is scattered.
         axes: the mesh axes on that dim then, major to minor; the last is the one summed over.
     """

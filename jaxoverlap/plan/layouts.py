@@ -16,7 +16,7 @@ class PinnedResult(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     """A matmul's result that is constrained to a sharding.
 
     Attributes:
-        site: the matmul's number in the step.
+        site: the matmul's id in the step.
         source: its source line.
         type: the type of the result.
         part: which value of that line has this type in the forward pass, where a user can reach it:
@@ -74,7 +74,7 @@ class Layouts(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
 
     Attributes:
         pins: the pinned results, in the order of their matmuls.
-        kept: further edits of the layout that were proposed and kept.
+        kept: further edits of the layout that were proposed and accepted.
         plain_s, step_s: seconds of a step without these, and with them.
         plain_peak_bytes, peak_bytes: the estimated memory of a device.
         memory_bytes: the memory that a device has.

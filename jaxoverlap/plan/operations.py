@@ -1,4 +1,4 @@
-"""Decisions on operations that partition themselves, noted as XLA's partitioner asks for them.
+"""Decisions on custom-partitioned operations, recorded when XLA's partitioner calls them.
 
 Such an operation has a number, which all that it becomes carries in the compiled module, in its
 name: "matmul_group.7". So what was decided is found again by the module's text.

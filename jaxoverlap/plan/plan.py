@@ -104,7 +104,7 @@ class MadeFor(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
         step: a hash of the traced step, with its arguments, results and donations. The same in
             every process: it covers no device and no path.
         arguments: the type and sharding of each argument.
-        results: how each result lies, where the step says so.
+        results: the sharding of each result, where the step states it.
         axis_types: the type of each mesh axis: Auto, Explicit or Manual.
         domains: over how many NVLink domains the devices along each mesh axis spread; empty where
             the cluster is not known.

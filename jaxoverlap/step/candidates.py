@@ -89,7 +89,7 @@ def overlapped(step: StepContext, terms: Terms, options: Options) -> StepCandida
     Args:
         step: the step.
         terms: the terms to decide by.
-        options: what was asked for.
+        options: the user's options.
 
     Raises:
         RewriteError: if XLA does not partition the step, or a pass fails on it.
@@ -166,7 +166,7 @@ class _Candidates:
     # -- by bytes -----------------------------------------------------------------------------
 
     def by_bytes(self) -> StepCandidate:
-        """Take what was asked for, or the rules' choice; scatter sums where that sends less."""
+        """Return the requested or rule-based candidate; scatter its sums where that sends less."""
         candidate = self._finished(self._by_bytes(), layers_ahead=self._options.layers_ahead)
         if candidate.edited is self._step.edited:
             plain = self._step.plain
@@ -271,11 +271,11 @@ class _Candidates:
         return self._step.estimate(after).step_s, after
 
     def _all(self, priced: Terms) -> Iterator[tuple[Decided, bool]]:
-        """Yield decisions by exposed time, by whole price, with every ring, and so on.
+        """Yield decisions by exposed time, by full collective cost, with every ring, and so on.
 
-        With each comes whether all weights of a layer are gathered ahead, as one.
+        Each comes with whether all weights of a layer are gathered ahead together.
 
-        A ring may hide more than its own collective: what is exposed beside it is not all that it
+        A ring may hide more than its own collective, so its own exposed time underrates what it
         saves. So rings that lose alone are tried together too. Then come rings without one axis
         each, lookups alone, and the sums scattered. Weights that are gathered a step ahead, and no
         ring, are the second candidate and the third.
@@ -314,7 +314,7 @@ class _Candidates:
         return _decided(self._unringed.edited, spmd.shardings, terms)
 
     def _knowing(self, spmd: SpmdProgram) -> tuple[float, Terms]:
-        """Return a step's seconds, and terms that know the exposed time of whole collectives."""
+        """Return a step's seconds, and terms with the exposed time of undecomposed collectives."""
         assert self._terms.prices is not None
         estimated = self._step.estimate(spmd)
         beside = collectives_of_sites(spmd.module)
@@ -413,7 +413,7 @@ def _finished(
     Args:
         step: the step.
         decided: the decisions for it.
-        options: what was asked for.
+        options: the user's options.
         unringed: the step with layouts and batch split; None for the step itself.
         layers_ahead: whether all weights of a layer are gathered ahead, as one.
     """

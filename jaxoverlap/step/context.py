@@ -94,9 +94,9 @@ class StepContext:
         return partitioned(self.traced, jaxpr, self.mesh, ask=ask)
 
     def once[T](self, question: Hashable, find: Callable[[], T]) -> T:
-        """Find something out the first time that it is asked.
+        """Return the answer to a question, computed on the first call and cached.
 
-        Candidates with other options, and a tuner's, ask the same about one step again.
+        Candidates with other options, and a tuner's, need the same answers about one step again.
         """
         if question not in self.answers:
             self.answers[question] = find()

@@ -162,7 +162,7 @@ def _sums(spmd: SpmdProgram) -> set[int]:
 
 
 def _as_in(shardings: Mapping[Any, Shardings], jaxpr: Any, mesh: Mesh) -> list[Pin]:
-    """Pin the results of matmuls to how they lie where scans are not unrolled.
+    """Pin the results of matmuls to the shardings that they have where scans are not unrolled.
 
     XLA puts the slices that the steps of an unrolled body leave behind together, and then chooses
     other layouts: it gathered gradients of MaxText's weights over all devices.

@@ -1,4 +1,4 @@
-"""Lay out a step: pin the results of its matmuls where XLA's own choice costs more, by price."""
+"""Pin the results of a step's matmuls where XLA's own shardings have a higher estimated cost."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def with_layouts(
 
     Args:
         step: the step.
-        options: what was asked for.
+        options: the user's options.
         overlapped_s: estimates the seconds of a step with layouts, once it is overlapped.
     """
     evaluator, mode, cost = _Evaluator(step), options.layouts, step.cost
@@ -96,18 +96,18 @@ def with_layouts(
 
 
 class _Evaluator:
-    """Asks XLA's partitioner about one step with edits of its layout."""
+    """Runs XLA's partitioner on one step with edits of its layout."""
 
     def __init__(self, step: StepContext):
         self.step = step
         self._results = pinned_results(step.params, step.plain.results, step.mesh)
 
     def edited(self, edits: Sequence[Edit]) -> EditedStep:
-        """Return the step with edits; its results lie as in the plain one."""
+        """Return the step with edits; its results keep the shardings of the plain step."""
         return apply(self.step.edited, in_order([*edits, *self._results]))
 
     def at(self, edits: Sequence[Edit]) -> Unringed:
-        """Edit the step, and ask how the operands and results of its matmuls lie then."""
+        """Edit the step and partition it, which gives the shardings of its matmuls."""
 
         def at() -> Unringed:
             edited = self.edited(edits)
@@ -204,7 +204,7 @@ def _fits(step: StepContext, edit: Edit) -> bool:
 def _tried(
     evaluator: _Evaluator, layouts: Layouts, edits: tuple[Edit, ...], proposed: tuple[Edit, ...]
 ) -> tuple[Layouts, tuple[Edit, ...]]:
-    """Keep proposed edits if the step is faster so by price, and needs hardly more memory."""
+    """Keep proposed edits if they lower the estimated cost and need hardly more memory."""
     if not proposed:
         return layouts, edits
     before_s, answer = layouts.step_s, evaluator.answer((*edits, *proposed))
@@ -257,7 +257,7 @@ def _type(dot: Dot) -> str:
 
 
 def _part(dot: Dot, forward: Dot, pins: Pins) -> Literal["result", "operand"]:
-    """Tell whether a pinned result lies as the forward result of its line, or as an operand."""
+    """Return 'result' if a pin is sharded as its line's forward result, else 'operand'."""
     other = pins.get(forward.index, pins[dot.index]) != pins[dot.index]
     return "operand" if other or _type(dot) != _type(forward) else "result"
 

@@ -1,4 +1,4 @@
-"""Word what the user is told, once a step, of a step that is not overlapped."""
+"""Word the notice, once per step, that a step is not overlapped and why."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class Notice(NamedTuple):
     """A message that the user gets once a step.
 
     Attributes:
-        topic: what it is about; of several notices on one topic the first is told.
+        topic: what it is about; of several notices on one topic only the first is shown.
         text: what to say.
     """
 

@@ -26,10 +26,10 @@ class Options:
     Attributes:
         cluster, skip, on_error, granularity, fsdp, schedule: as in `overlap`.
         layouts: as in `overlap`; "advise" also leaves out all pins that are not needed.
-        pins: edits of the layout to take, in place of a search; None to search as `layouts` says.
+        pins: edits of the layout to take instead of a search; None to search as `layouts` says.
         halves: as in `overlap`.
         streams: as in `overlap`.
-        unroll: how many steps of a cut scan stand in one body of its loop, if `halves` is a number.
+        unroll: how many steps of a split scan are in one body of its loop, if `halves` is a number.
         rings: whether matmuls may become rings; if not, weights are gathered ahead all the same.
         layers_ahead: whether all weights of a layer are gathered ahead, as one, whatever it costs;
             if not, the search tries it.

@@ -61,7 +61,7 @@ def run_passes(call: jits.Call, options: Options, step: StepContext | None = Non
 
     Args:
         call: the step's call with such arguments.
-        options: what was asked for.
+        options: the user's options.
         step: its facts, where `prepare` has gathered them for options that differ in no fact.
 
     Raises:
@@ -100,7 +100,7 @@ def _with_results(step: StepContext, edits: Sequence[Edit]) -> Sequence[Edit]:
 
 
 def estimated(step: StepContext, edits: Iterable[Edit]) -> float | None:
-    """Estimate a step after edits, in seconds; None if its results would lie otherwise.
+    """Estimate a step after edits, in seconds; None if its results would be sharded differently.
 
     Raises:
         UserError, RewriteError: as `apply`, and if XLA does not partition the step.
@@ -117,7 +117,7 @@ def _untyped(step: StepContext) -> StepContext:
     The types that JAX inferred become constraints, or are left to XLA's partitioner if the step is
     then faster by its estimate. A step that is called under a transformation
     stays as it is: its derivatives have types too. So does one on a mesh of both kinds of axes if
-    its results would lie otherwise, or its estimate is worse.
+    its results would be sharded differently, or its estimate is worse.
     """
     if not step.explicit or not step.outermost:
         return step

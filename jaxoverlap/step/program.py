@@ -50,7 +50,7 @@ class StepProgram:
         cluster: the cluster that it runs on, where that is known.
         ordering: the scheduler pass that it is compiled with.
         stand: what the processes have still to agree on; None where they have, or there is one.
-        notice: why nothing is overlapped; None where something is, or nothing was asked for.
+        notice: why nothing is overlapped; None where something is, or nothing was requested.
         error: why there is no plan; None where there is one, or where another process failed.
         cost: the cost model of its cluster, where there is one.
         undecided: whether it has still to be compared with the step as it is, by that model.
@@ -83,7 +83,7 @@ class StepProgram:
 
 
 def is_off() -> bool:
-    """Return whether the environment asks for all steps as they are.
+    """Return whether the environment variable switches `overlap()` off for all steps.
 
     Raises:
         ValueError: if the variable is neither "on" nor "off".
@@ -106,7 +106,7 @@ def step_program(
 
     Args:
         call: the step, and how it is called.
-        options: what was asked for.
+        options: the user's options.
         find_plan: finds the plan to follow, which then says most of `options`.
 
     Raises:

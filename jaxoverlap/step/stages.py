@@ -127,7 +127,7 @@ class Compiled:
     Attributes:
         plan: as in `Lowered`; that to leave the step as it is, where that is faster.
         schedule: what the scheduler pass did, and by how many seconds; None where it did not run.
-        speedup: how the step stands beside plain by simulation; None where that was not asked.
+        speedup: the step's simulated speed relative to plain; None where it was not simulated.
     """
 
     def __init__(
@@ -147,7 +147,7 @@ class Compiled:
         self.speedup = speedup
 
     def __str__(self) -> str:
-        """Give the step's name and its speed beside plain, where that is known."""
+        """Return the step's name and its speed relative to the plain step, where that is known."""
         name = self.plan.step if self.plan else "the step as it is"
         return f"{name}: {self.speedup}" if self.speedup else f"{name}, compiled"
 

@@ -1,7 +1,7 @@
 """Try one candidate of a tuning: compile it in a child process, audit and simulate it.
 
 A compiler that aborts ends the child, and is a result like any other. The child ends when its
-parent does. What was tried is kept in a folder, under a hash of all that it depends on.
+parent does. Results are cached in a folder, under a hash of all that they depend on.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ class Trial(msgspec.Struct, frozen=True, kw_only=True, tag="done"):
         step_s: seconds of the step; compute_s: of kernels alone; communication_s: of all
             collectives; exposed_s: while kernels wait; bound_s: what no order can beat.
         peak_bytes: bytes that a device needs at most, arguments and outputs included.
-        hops, hops_covered: permutes of rings in a step, and those with a matmul beside them.
+        hops, hops_covered: permutes of rings in a step, and those that overlap with a matmul.
         waited: the costs of collectives, longest exposed first.
         unknown: what the simulation does not know, and how often a step runs it.
     """
@@ -94,7 +94,7 @@ class Failure(msgspec.Struct, frozen=True, kw_only=True, tag="failed"):
 
 @dataclass(frozen=True)
 class Request:
-    """The candidate that a child is asked to try.
+    """The candidate that a child process compiles and simulates.
 
     Attributes:
         job: the job to compile.
@@ -119,11 +119,11 @@ class Request:
 def attempt(
     request: Request, kept: Path, timeout_s: float, kernels: KnownKernels | None = None
 ) -> Trial | Failure:
-    """Try a candidate in a child process, unless its result is kept already.
+    """Try a candidate in a child process, unless its result is cached.
 
     Args:
-        kept: an existing folder of results.
-        kernels: XLA's kernels, kept from candidates for the same chip.
+        kept: an existing folder of cached results.
+        kernels: XLA's kernels, cached from candidates for the same chip.
     """
     path = kept / f"{request.key}.json"
     known, there = _read(path), _schedule_in(kept, request).exists()
@@ -150,7 +150,7 @@ def _schedule_in(kept: Path, request: Request) -> Path:
 
 
 def _read(path: Path) -> Trial | Failure | None:
-    """Read a kept result; None if there is none, or if it does not decode in this version."""
+    """Read a cached result; None if there is none, or if it does not decode in this version."""
     try:
         return msgspec.json.decode(path.read_bytes(), type=Trial | Failure)
     except (FileNotFoundError, msgspec.MsgspecError):
@@ -219,7 +219,7 @@ _SAYS_WHY = re.compile(r"F\d{4} |[\w.]+(Error|Exception): ")
 
 
 def _environment(job: Job) -> Mapping[str, str]:
-    """Return a child's environment: it sees no GPU; a CPU job gets a device for each place."""
+    """Return a child's environment, without GPUs; a CPU job gets a device for each position."""
     flags = os.environ.get("XLA_FLAGS", "")
     if job.platform == "cpu":
         flags += f" --xla_force_host_platform_device_count={len(job.positions)}"

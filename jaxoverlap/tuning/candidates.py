@@ -1,7 +1,7 @@
-"""Propose candidates for a tuning: whole plans first, then one ring after the other in another way.
+"""Propose candidates for a tuning: full plans first, then plans with one ring's variant changed.
 
 A candidate is a plan, what the rules make of some `Options`, or the step as it is. The seeds are
-plans for all rings: as Lagom's search on the model cuts them, none at all, those that the rules
+plans for all rings: as Lagom's search on the model splits them, none at all, those that the rules
 leave out too, scanned weights in rings. The best are tried with other settings: more memory for the
 scheduler pass, other limits for what XLA merges. A move changes how the pieces of one ring travel.
 """
@@ -61,21 +61,21 @@ class Candidate:
 
     @property
     def key(self) -> Hashable:
-        """What tells the candidates of a tuning apart that differ in their edits."""
+        """The key that is equal for candidates of a tuning with the same edits."""
         return self.source.edits if isinstance(self.source, Plan) else self.name
 
 
 def seeds(
     base: Options, rules: Plan, trial: Trial | None = None, model: GranularityModel | None = None
 ) -> list[Candidate]:
-    """List the candidates to try first, beside the step as it is and the rules.
+    """List the candidates to try first, after the plain step and the rules' plan.
 
     Args:
         base: the options of the rules.
         rules: the plan that they gave.
         trial: the result of that plan. Where next to nothing waits for the collectives that the
-            rules leave whole, those are tried in other ways last.
-        model: knows all rings that there could be, and how best to cut them.
+            rules do not decompose, candidates that decompose them come last.
+        model: knows all rings that there could be, and how best to split them.
     """
     model = model or GranularityModel()
     for_all_rings = [
@@ -113,7 +113,7 @@ def settings(at: Candidate, plan: Plan) -> list[Candidate]:
 
 
 def _others(rules: Plan, dear: Sequence[int], rings: Mapping[int, MakeRing]) -> Iterator[Candidate]:
-    """Yield candidates with rings or slices for the matmuls that the rules leave whole."""
+    """Yield candidates with rings or slices for the matmuls that the rules do not decompose."""
     if not rings.keys().isdisjoint(dear):
         for name, way in (("all rings", "one_way"), *((f"others {w}", w) for w in _IN_SLICES)):
             every = dict.fromkeys(dear, Variant.parse(way))
@@ -121,7 +121,7 @@ def _others(rules: Plan, dear: Sequence[int], rings: Mapping[int, MakeRing]) -> 
 
 
 def ways(base: Options) -> list[Candidate]:
-    """List candidates with all rings in one way, for where nothing tells the rings apart."""
+    """List candidates in which all rings have one variant, for use without a cost model."""
     names = ("two_way", "one_way x 2", "direct", "sliced x 2")
     return [Candidate(n, replace(base, granularity=Variant.parse(n))) for n in names]
 
@@ -139,7 +139,7 @@ def moves(
 
     Args:
         plan, trial: those of the best candidate so far.
-        tried: sites and variants that need no second try.
+        tried: matmul ids and variants that need no second try.
         model: prices what cutting a ring costs.
     """
     priced: list[tuple[float, float, Candidate]] = []
@@ -158,17 +158,17 @@ def moves(
 
 
 def with_rows_of(base: Options, plan: Plan) -> Options:
-    """Return options that cut the rows as a plan does, or not: its sites are those of all parts."""
+    """Return options with a plan's batch split: matmul ids count the matmuls of all parts."""
     cut = plan.cut
     return replace(base, halves=cut and cut.parts, unroll=cut.unroll if cut else 1)
 
 
 def rows(base: Options, rules: Plan) -> list[Candidate]:
-    """List candidates whose rows are cut in another way than those of the rules.
+    """List candidates with another batch split than the plan of the rules.
 
     Args:
-        base: the options of the rules, with rows as their plan has them.
-        rules: the plan; it has a price of halves if the rows can be cut.
+        base: the options of the rules, with the batch split of their plan.
+        rules: the plan; it has an estimated cost of halves if the batch can be split.
     """
     if rules.halves is None or rules.halves.step_s is None:
         return []
@@ -187,12 +187,12 @@ def rows(base: Options, rules: Plan) -> list[Candidate]:
 def in_ways(
     plan: Plan, ways: Mapping[int, Variant], rings: Mapping[int, MakeRing] | None = None
 ) -> Plan:
-    """Return a plan with some rings in other ways, or none.
+    """Return a plan with the variants of some rings changed, or with those rings removed.
 
     Args:
         plan: the plan.
-        ways: the variant of each ring to change, by the number of its first matmul; "plain" leaves
-            its matmuls alone.
+        ways: the variant of each ring to change, by the id of its first matmul; "plain" does not
+            decompose it.
         rings: the rings that there could be, for those that the plan has not.
     """
     gone = {site for site, way in ways.items() if way.style == "plain"}
@@ -226,7 +226,7 @@ def _travelling(ring: MakeRing, way: Variant) -> MakeRing:
 def _movable(
     plan: Plan, rings: Mapping[int, MakeRing]
 ) -> Iterator[tuple[Decision | Skip, tuple[str, ...]]]:
-    """Yield the matmuls that rings are named after, each with the ways that it could change to."""
+    """Yield the matmuls that rings are named after, each with the variants it could change to."""
     for entry in plan.entries:
         if isinstance(entry, Skip):
             if entry.left_plain and entry.site in rings:

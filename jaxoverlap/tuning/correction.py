@@ -21,7 +21,7 @@ class Correction:
     """The measured seconds for each simulated one, as two factors.
 
     Attributes:
-        compute: the factor of kernels, slowed by the collectives beside them.
+        compute: the factor of kernels, slowed by the collectives that overlap with them.
         exposed: the factor of waiting for collectives.
     """
 

@@ -77,7 +77,7 @@ class Tried:
 
 @dataclass(frozen=True)
 class Looked:
-    """A candidate that XLA's partitioner was asked about.
+    """A candidate that XLA's partitioner has partitioned.
 
     Attributes:
         candidate: the candidate.
@@ -95,7 +95,7 @@ class Search:
     Attributes:
         lower: rewrites and lowers a step by a plan or options; None is the step as it is.
         base: the options of the rules.
-        kept: the folder of results.
+        kept: the folder of cached results.
         memory_bytes: bytes of memory of a device.
         look: estimates a step by a plan or options from its partitioned program, in seconds.
         model: makes the unified model of the step, from what the rules made of it.
@@ -218,7 +218,7 @@ class Search:
         return [c for _, c in sorted(promising, key=lambda one: one[0])][: self.workers]
 
     def _look(self, candidate: Candidate) -> float | None:
-        """Return the estimated seconds of a candidate; XLA is asked once about each."""
+        """Return the estimated seconds of a candidate; each is partitioned once."""
         key = candidate.key
         if key not in self.looked:
             assert candidate.source is not None

@@ -72,7 +72,7 @@ class TuningTarget:
 
 
 def target_of(call: jits.Call, start: StepContext, options: Options) -> TuningTarget:
-    """Make the subject of a tuning from a step with arguments like these.
+    """Make the tuning target from a step's call and its context.
 
     Args:
         call: the step's call.

@@ -1,4 +1,4 @@
-"""Run a tuning from end to end: kept results, the search, the channels, the clock."""
+"""Run a tuning from end to end: cached results, the search, the channels, the clock."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ class Tuning(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 
 
 class _Kept(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A tuning's result, as it is kept: the plan, and whether the search was complete."""
+    """A tuning's result, as it is cached: the plan, and whether the search was complete."""
 
     plan: Plan
     complete: bool
@@ -106,7 +106,7 @@ def _key(target: TuningTarget, tuning: Tuning) -> str:
 
 
 def _read(path: Path) -> _Kept | None:
-    """Read a kept tuning; None if it is missing or damaged, so that it is made anew."""
+    """Read a cached tuning; None if it is missing or damaged, so that it is made anew."""
     try:
         return msgspec.json.decode(opened(_FORMAT, path.read_bytes()), type=_Kept)
     except (FileNotFoundError, ValueError):
@@ -147,7 +147,7 @@ def _searched(
 
 
 def _model(target: TuningTarget, rules: Tried, trials: Path) -> GranularityModel:
-    """Model the step's sites, beside all else that its schedule by rules has."""
+    """Model the step's possible rings, with all other kernels of its schedule by rules."""
     assert rules.request and rules.plan and target.cost
     step = simulate(schedule_of(rules.request, trials), target.cost)
     sites, every = target.every(with_rows_of(target.base, rules.plan))
@@ -213,7 +213,7 @@ def _predicted(plan: Plan, chosen: CoTuned, best: Tried, plain: Tried) -> Plan:
 
 
 def _without_a_model(target: TuningTarget) -> list[Candidate]:
-    """List the candidates to time where nothing can be predicted: the seeds, and single ways."""
+    """List the candidates to time without a cost model: seeds, and one variant for all rings."""
     _, rules = target.compiled(target.base)
     assert rules is not None
     return [

@@ -9,11 +9,11 @@ from jaxoverlap._jax import compat
 
 
 class DefUse:
-    """The makers and readers of a body's values, by the places of equations in it.
+    """The defining equation and the users of each value of a body, by equation index.
 
     Attributes:
         eqns: the body's equations.
-        made: the place of the equation that makes each value; the body's operands are not in it.
+        made: the index of the equation that makes each value; the body's operands are not in it.
     """
 
     def __init__(self, eqns: Sequence[Any], outvars: Sequence[Any]):
@@ -34,10 +34,10 @@ class DefUse:
         return None if position is None else self.eqns[position]
 
     def readers(self, var: Any) -> Sequence[int | None]:
-        """Return the places that read a value, one for each read; None: the body returns it."""
+        """Return the indices of the equations that read a value; None where the body returns it."""
         return self._readers.get(var, ())
 
     def only_reader(self, var: Any) -> int | None:
-        """Return the place of the one equation that reads a value; None if others read it too."""
+        """Return the index of the only equation that reads a value; None if others read it too."""
         readers = self.readers(var)
         return readers[0] if len(readers) == 1 else None

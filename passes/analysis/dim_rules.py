@@ -28,7 +28,7 @@ class DimRule(NamedTuple):
 
     Attributes:
         operands, results: the factors of each operand and result; a dim that is split or merged has
-            that of its major part; none for an operand that stands for a missing one.
+            that of its major part; none for an operand that represents a missing one.
         combine: the primitive that combines what is computed from parts of a factor that a result
             does not have; None if nothing can.
         mixed: the factors whose elements an equation reads together, so that it cannot run on some
@@ -324,7 +324,7 @@ def _dynamic_update_slice(eqn: Any) -> DimRule:
 
 
 def _gather(eqn: Any) -> DimRule:
-    """Rows of the indices are rows of the result; a dim that is read whole keeps its factor."""
+    """Return a gather's rule: index dims carry over, as do operand dims read in full."""
     (operand, indices), out = eqn.invars[:2], eqn.outvars[0].aval
     numbers, sizes = eqn.params["dimension_numbers"], eqn.params["slice_sizes"]
     factors = _own(0, operand)
@@ -346,9 +346,9 @@ def _gather(eqn: Any) -> DimRule:
 
 
 def _scatter(eqn: Any) -> DimRule:
-    """A dim that updates write whole keeps its factor, as do the dims of a batch.
+    """Return a scatter's rule: dims that updates write in full and batch dims keep their factors.
 
-    Rows of the updates are not split: a part's sum would be a whole buffer, and be sent alone.
+    The updates' other dims are not split: a part's sum would be a full buffer, reduced on its own.
     """
     operand, indices, updates = eqn.invars[:3]
     numbers, factors = eqn.params["dimension_numbers"], _own(0, operand)

@@ -13,7 +13,7 @@ from jaxoverlap._jax import compat
 class EquationOrder:
     """The dependencies between the equations of a body, some of which are merged into groups.
 
-    Places are equations' numbers in the body; a merged group goes by its first place.
+    Positions are equations' indices in the body; a merged group goes by its first position.
 
     The groups have numbers that respect every dependency, so what a request could turn into a
     circle lies between two numbers, and only that is looked at and numbered anew (Pearce and Kelly,
@@ -42,7 +42,7 @@ class EquationOrder:
         self._number = list(range(len(eqns)))
 
     def merge(self, *positions: int) -> bool:
-        """Merge several places into one group; return False, changing nothing, at a cycle."""
+        """Merge several equations into one group; return False, changing nothing, at a cycle."""
         groups = {self._first[p] for p in positions}
         if len(groups) == 1:
             return True
@@ -65,7 +65,7 @@ class EquationOrder:
         return True
 
     def put_after(self, position: int, later: int) -> bool:
-        """Make `later` wait for `place`; return False if they are merged or it makes a cycle."""
+        """Make `later` wait for `position`; return False if they are merged or it makes a cycle."""
         needed, waiting = self._first[position], self._first[later]
         if needed == waiting:
             return False
@@ -80,11 +80,11 @@ class EquationOrder:
         return True
 
     def first(self, position: int) -> int:
-        """Return the first place of the group that a place is merged into."""
+        """Return the first position of the group that a position is merged into."""
         return self._first[position]
 
     def positions(self) -> list[int]:
-        """Return the first places of all groups, in an order that respects every dependency.
+        """Return the first positions of all groups, in an order that respects every dependency.
 
         Where there is a choice, the one written first comes first.
         """

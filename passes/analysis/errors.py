@@ -48,7 +48,7 @@ def could_not_rewrite(
     """Make the error for a ring that failed.
 
     Args:
-        sites: the numbers of its matmuls.
+        sites: the ids of its matmuls.
         what: which they are, in words.
         sources: the "file:line" of each.
         error: how it failed.

@@ -2,7 +2,7 @@
 
 Variables are numbered as they come, and what a jaxpr carries besides computing is left out: names,
 source lines, the devices of meshes. Objects that nothing is known of count by their type alone, so
-that no address gets in; equations are told apart all the same by what they read and give.
+that no address gets in; equations still differ by their operands and results.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def memory_text(sharding: Any) -> str:
 
 
 class _Walk:
-    """The hash of a jaxpr; an inner jaxpr that stands in several places is hashed once."""
+    """The hash of a jaxpr; an inner jaxpr that several equations call is hashed once."""
 
     def __init__(self) -> None:
         self.seen: dict[int, str] = {}  # by id: all are held by the jaxpr around them

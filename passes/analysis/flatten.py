@@ -1,11 +1,11 @@
-"""Put the bodies of inner jits in their place, so that matmuls that belong together meet.
+"""Inline inner jits that hold matmuls, so that matmuls that share an operand are in one body.
 
     q = jit[name=_einsum jaxpr={ lambda ; x w. let y = dot_general x w in (y,) }] x w
 
 ->  q = dot_general x w
 
 `jnp.einsum`, `jnp.matmul` and most of a user's own helpers are jits of their own: without this,
-three projections that read one value stand in three bodies, and each would gather it for itself.
+three projections that read one value are in three bodies, and each would gather it for itself.
 
 Only jits that hold a matmul are opened. One that says more than "compile this" (shardings,
 donation, compiler options, a wish about inlining, constants, effects) stays as it is; so do the

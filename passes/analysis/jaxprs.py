@@ -1,6 +1,6 @@
-"""Walk a jaxpr to its matmuls, and put other equations in their place.
+"""Walk a jaxpr to its matmuls, and replace them by other equations.
 
-Every pass sees the `dot_general`s of a step in one order, and knows each by its place in it.
+Every pass sees the `dot_general`s of a step in one order, and knows each by its index in it.
 """
 
 from __future__ import annotations
@@ -87,15 +87,15 @@ MATMULS = ("dot_general", "ragged_dot_general", "conv_general_dilated")
 
 @dataclass(frozen=True)
 class Dot:
-    """One `dot_general` of a step, or a similar primitive, which is named but left alone.
+    """One `dot_general` of a step, or a similar primitive, which is reported but not rewritten.
 
     Attributes:
-        index: its place among the step's matmuls, in the order they are written.
+        index: its index among the step's matmuls, in the order they are written.
         eqn: the equation.
         runs: how often a step runs it: the product of the lengths of the scans around it (a while
             loop, whose trips are not known, counts once).
         inside: the primitive whose body has rules of its own, or None.
-        place: the equation's number in its body.
+        position: the equation's index in its body.
         manual: the shard_maps around it, if there are any and all devices run it.
         around: the equations whose bodies it is in, outer ones first.
     """

@@ -1,4 +1,4 @@
-"""Find the collectives beside a step's matmuls in its partitioned module."""
+"""Find the collectives next to a step's matmuls in its partitioned module."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ Place = tuple[str, str]
 def collectives_of_sites(
     module: hlo.Module, between: Collection[str] = BESIDE
 ) -> dict[int, set[Place]]:
-    """Find the collectives that stand beside each matmul of a step, by its number.
+    """Find the collectives next to each matmul of a step, by the matmul's id.
 
     A matmul that XLA has joined with another is missing.
 
     Args:
         module: the partitioned one.
-        between: opcodes that may stand between the two: views, converts and sums.
+        between: opcodes that may be between the two: views, converts and sums.
     """
     collectives: dict[int, set[Place]] = {}
     for name, body in module.computations.items():
@@ -43,9 +43,9 @@ def collectives_of_sites(
 
 
 def permuted_matmuls(module: hlo.Module) -> Iterator[str]:
-    """Yield the matmuls beside which the partitioner sends values to other devices by a permute.
+    """Yield the matmuls whose operands or result the partitioner sends by a permute.
 
-    XLA permutes rows that lie over two mesh axes so that the other one comes first, and then may
+    XLA permutes a dim sharded over two mesh axes so that the other axis comes first, and then may
     leave the product where it is, which is wrong (docs/upstream.md).
     """
     with_matmul = {n for n, b in module.computations.items() if any(i.opcode == "dot" for i in b)}

@@ -65,7 +65,7 @@ def moved(module: hlo.Module) -> Iterator[Collective]:
 
 
 def _scattered(body: tuple[hlo.Instruction, ...]) -> Iterator[str]:
-    """Yield the all-reduces of which each device only cuts out its own part.
+    """Yield the all-reduces of which each device only slices out its own shard.
 
     XLA:GPU makes a reduce-scatter of them later; so does every partitioner for which it matters.
     """
@@ -121,7 +121,7 @@ def _joins(one: tuple[str, _Way], other: tuple[str, _Way]) -> bool:
 def _sliced(
     user: hlo.Instruction, users: Mapping[str, list[hlo.Instruction]]
 ) -> hlo.Instruction | None:
-    """Return the slice that each device cuts from a value; None if it is read whole."""
+    """Return the dynamic-slice by which each device reads a value; None if it is read in full."""
     while user.opcode in ("reshape", "bitcast", "transpose") and len(users[user.name]) == 1:
         (user,) = users[user.name]
     return user if user.opcode == "dynamic-slice" else None

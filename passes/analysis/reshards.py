@@ -2,7 +2,7 @@
 
     x: [s@model, d] ;  y = sharding_constraint[None, None] x ;  z = dot_general y w
 
-The gather is asked for by the constraint and not by the matmul; whoever looks at `y` alone sees no
+The gather is implied by the constraint and not by the matmul; whoever looks at `y` alone sees no
 collective. Where only matmuls read `y`, they may as well read `x`, and gather it themselves. In the
 same way a result that is only resharded may be given as it is wanted, be it transposed before.
 """
@@ -25,7 +25,7 @@ class End(NamedTuple):
 
     Attributes:
         var: its variable.
-        places: the places of the equations on the way.
+        positions: the indices of the equations on the way.
         views: those of them that transpose or convert, instead of resharding.
         inside: the variables on the way, the result's own first.
     """

@@ -31,7 +31,7 @@ class ShardingRule(NamedTuple):
 
 
 def partitions_itself(eqn: Any) -> bool:
-    """Return whether XLA's partitioner asks a Python function how an equation is split."""
+    """Return whether a Python function decides how XLA's partitioner splits an equation."""
     return eqn.primitive.name in ("custom_partitioning", MATMUL_GROUP, FORWARD, BACKWARD)
 
 

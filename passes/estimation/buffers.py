@@ -1,9 +1,9 @@
 """Find the buffers that the instructions of a scheduled computation make and hold.
 
 A model of XLA's buffer assignment, good enough to compare two orders of one computation: a value
-that must or does lie in its operand's memory (a bitcast, a tuple, a loop's carry, an update in
+that must or does alias its operand's memory (a bitcast, a tuple, a loop's carry, an update in
 place) makes no buffer, and what the computation is given, and constants, are not counted. Nor are
-a step's results that lie in the memory of donated arguments. A buffer in the host's memory has no
+a step's results that alias donated arguments. A buffer in the host's memory has no
 bytes.
 """
 
@@ -166,7 +166,7 @@ def _element(value: Value, index: int) -> Value:
 
 
 def _in_place(module: hlo.Module, instruction: hlo.Instruction) -> int | None:
-    """Return the number of the operand in whose memory the result must lie, or None."""
+    """Return the number of the operand whose memory the result must alias, or None."""
     if aliased := _ALIASED.search(instruction.line):
         return int(aliased.group(1))
     if instruction.opcode != "fusion":

@@ -3,9 +3,9 @@
 XLA has partitioned the step and neither fused nor scheduled it. So three things are estimated that
 a compiled schedule would show: what is fused (element-wise operations are one kernel with what
 reads them, up to a matmul, a collective or the end of a loop's body), in which order it runs (by
-the rules of the scheduler pass, `list_schedule.py`), and what the collectives beside a kernel take
-from it (their share of the SMs, for as long as they hide). Two ways to run one step are compared
-so: what is wrong of one is wrong of the other too.
+the rules of the scheduler pass, `list_schedule.py`), and what overlapping collectives take
+from a kernel (their share of the SMs, for as long as they hide). Two candidates of one step are
+compared so, and systematic errors cancel.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class Estimate:
 
     Attributes:
         step_s: seconds.
-        compute_s: seconds of these in kernels, with what collectives beside them take.
+        compute_s: seconds of these in kernels, slowed by the collectives that overlap with them.
         communication_s: seconds of all collectives, by link.
         bytes_moved: bytes that a device sends, by link.
         waited_s: seconds in which the kernels wait for a collective, by computation and name.
@@ -226,7 +226,7 @@ class _Estimator:
         Args:
             name: the computation's name.
             tasks: its tasks.
-            flights: the names of the collectives among them, by their place.
+            flights: the names of the collectives among them, by their index.
             total: what it moves, and the waits of the computations that it runs.
             slowed_s: seconds of compute that its collectives take, if they all hide.
         """

@@ -77,7 +77,7 @@ def starts_fed(
 
 
 def _bits(mask: int) -> list[int]:
-    """Return the places of the bits that are set."""
+    """Return the positions of the bits that are set."""
     positions = []
     while mask:
         low = mask & -mask

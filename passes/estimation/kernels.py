@@ -75,7 +75,7 @@ class Kernels:
     def transposed_by_matmul(self, i: hlo.Instruction) -> bool:
         """Return whether a transpose moves nothing, as matmuls alone read what it turns.
 
-        cuBLAS takes either operand turned: rows that lie where columns would, and all of them.
+        cuBLAS takes either operand transposed, if the full matrix is transposed.
         """
         if i.opcode != "transpose":
             return False
@@ -187,11 +187,11 @@ class Kernels:
 
 
 def transposed_bytes(i: hlo.Instruction, kernels: Kernels) -> int:
-    """Return the bytes of the copy beside a collective whose blocks do not lie one after the other.
+    """Return the bytes of the copy that a collective with non-contiguous blocks needs.
 
-    NCCL's blocks do. Along another dim than the first XLA:GPU turns what was gathered after it, and
-    what is to be scattered before it; but the last dim of a matmul's side, which it lets the matmul
-    read or write turned.
+    NCCL's are contiguous. Along another dim than the first XLA:GPU transposes after a gather, and
+    before a scatter, except along the last dim of a matmul's operand or result, which the matmul
+    itself reads or writes transposed.
     """
     sizes = hlo.dims(hlo.array_shapes(i.shape)[0]) if not i.shape.startswith("(") else ()
     dim, beside_matmul = 0, False

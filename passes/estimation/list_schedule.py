@@ -58,8 +58,8 @@ class OrderOutcome:
     Attributes:
         seconds: from the first task to the end of the last, collectives included.
         peak_bytes: the most that is live at a time; operands of the computation not counted.
-        bare: starts of collectives with no matmul before their done.
-        clashes: how often a collective meets one on its way that it must not run beside.
+        bare: starts of exposed collectives: with no matmul before their done.
+        clashes: how often a collective starts while one is in flight that it must not overlap.
     """
 
     seconds: float
@@ -120,7 +120,7 @@ def waits(problem: Problem, order: Sequence[int]) -> dict[int, float]:
 
 
 def live_bytes(problem: Problem, order: Sequence[int]) -> Iterator[int]:
-    """Yield the bytes live while each task of an order runs, with what it needs beside."""
+    """Yield the bytes live while each task of an order runs, its scratch memory included."""
     memory = _Memory(problem)
     for index in order:
         yield memory.after(problem.tasks[index])
@@ -246,7 +246,7 @@ class _Scheduler:
         self._order: list[int] = []
 
     def anchors(self) -> list[int]:
-        """Return the anchored tasks in order."""
+        """Return the scheduled tasks in order."""
         for index in [i for i, missing in enumerate(self._missing) if not missing]:
             self._arrive(index)
         while True:

@@ -1,6 +1,6 @@
 """Limit the memory of each computation of a step, so that the step's peak is no higher.
 
-A step peaks in one place, mostly in the loop that runs backward. Elsewhere there is room: while the
+A step peaks at one point, mostly in the backward loop. Elsewhere memory is free: while the
 loop over layers runs forward there are no gradients yet. So what bounds a computation is not its
 own peak, but the step's, less what is live around it where it is called.
 """

@@ -1,9 +1,9 @@
 """Put the collectives that XLA will make synchronous where they cost least.
 
 After the schedule XLA makes one synchronous instruction of a start and its done if no kernel runs
-between them, and puts it in the place of the done. Starts that stand in between then come first,
+between them, and puts it where the done was. Starts in between then come first,
 and their collectives take the link: a permute of 0.4 ms would wait for 10 ms of gathered weights
-that nobody needs yet. Dones that stand in between are waited for first.
+that nobody needs yet. Dones in between are waited for first.
 
 XLA: `xla/hlo/transforms/collectives/convert_async_collectives_to_sync.cc`.
 """
@@ -35,7 +35,7 @@ def synchronous(problem: Problem, order: Sequence[int]) -> dict[int, int]:
 
 
 def as_compiled(problem: Problem, order: Sequence[int]) -> list[int]:
-    """Return the order that XLA makes of one: synchronous collectives in the place of the done."""
+    """Return the order as XLA emits it: a synchronous collective runs where its done was."""
     start_of = synchronous(problem, order)
     starts = set(start_of.values())
     result: list[int] = []
@@ -48,7 +48,7 @@ def as_compiled(problem: Problem, order: Sequence[int]) -> list[int]:
 def ahead(problem: Problem, order: Sequence[int]) -> list[int]:
     """Return an order with synchronous collectives before what else its link, or a done, waits for.
 
-    Each stands behind the starts on other links, as they are on their way beside it.
+    Each comes after the starts on other links, with whose collectives it overlaps.
     """
     done_of = {start: done for done, start in synchronous(problem, order).items()}
     return list(_ahead(problem, order, done_of))

@@ -31,7 +31,7 @@ class Flight:
 
 @dataclass(frozen=True)
 class Task:
-    """One instruction, as far as its place in the order matters.
+    """One instruction, with all that its position in the schedule depends on.
 
     Attributes:
         needs: tasks that come before it, for their values or by control.
@@ -39,7 +39,7 @@ class Task:
         flight: the collective of an asynchronous start.
         awaits: the start of a done.
         holds: the buffers it reads and writes.
-        extra_bytes: bytes that it needs beside those while it runs, as a loop's body does.
+        extra_bytes: further bytes that it needs while it runs, as a loop's body does.
         is_matmul: whether it is a matmul or holds some; what is bound by arithmetic shares memory's
             bandwidth best.
     """
@@ -54,7 +54,7 @@ class Task:
 
     @property
     def anchored(self) -> bool:
-        """Return whether it has a place of its own; others come just before what needs them."""
+        """Return True for collectives and kernels; others run just before their first user."""
         return self.flight is not None or (self.awaits is None and self.seconds > 0)
 
 
@@ -65,7 +65,7 @@ class Problem:
     Attributes:
         tasks: each needs only earlier ones.
         buffer_bytes: size of each buffer.
-        kept: buffers that are still needed when the computation ends.
+        kept: buffers that are still live when the computation ends.
         apart: the starts that must not be on their way when a task runs, by the task, which is a
             start or runs some inside (`streams.apart`).
     """

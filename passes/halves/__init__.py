@@ -1,1 +1,1 @@
-"""Split the rows of a step in halves, so that one half's collectives hide behind the other."""
+"""Split a step's batch in parts, so that one part's collectives overlap with another's matmuls."""

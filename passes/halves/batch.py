@@ -1,12 +1,12 @@
-"""Follow the rows of a batch through one equation.
+"""Propagate a batch split through one equation: the batch dims of its operands and results.
 
-    y: [b, s, f] = dot_general x: [b, s, d] w: [d, f]     # rows along x's dim 0 are along y's dim 0
-    g: [d, f] = dot_general x: [b, s, d] dy: [b, s, f]    # a sum over the rows: halves are added
+    y: [b, s, f] = dot_general x: [b, s, d] w: [d, f]     # batch dim 0 of x is batch dim 0 of y
+    g: [d, f] = dot_general x: [b, s, d] dy: [b, s, f]    # a sum over the batch: parts are added
 
-An equation treats the rows alike if it computes each row of its results from the same row of its
-operands. Then it can run on some of the rows alone. If it adds over the rows, it runs on some of
-them, and the sums are added. The equation's rule (`passes/analysis/dim_rules.py`) says which it is;
-an equation without a rule mixes the rows.
+An equation can be split if it computes each batch element of its results from the same element of
+its operands. Then it can run on one part of the batch. If it adds over the batch, it runs on each
+part, and the sums are added. The equation's rule (`passes/analysis/dim_rules.py`) says which it is;
+an equation without a rule mixes batch elements.
 """
 
 from __future__ import annotations
@@ -21,35 +21,35 @@ from jaxoverlap.passes.analysis.dim_rules import dim_rule
 
 
 class BatchSplit(NamedTuple):
-    """How rows are cut: each shard of the rows in the same number of parts.
+    """A batch split: each shard of the batch is split into the same number of parts.
 
-    A dim of `size` rows is `[shards, parts, size / shards / parts]`, and a part has the rows at one
-    index of the middle dim: where the rows are sharded over as many devices, or fewer, each device
-    keeps its own, and nothing moves.
+    A batch dim of `size` is `[shards, parts, size / shards / parts]`, and a part has the elements
+    at one index of the middle dim: if the batch is sharded over so many devices, or fewer, each
+    device keeps its own, and nothing moves.
     """
 
     shards: int
     parts: int
 
     def divides(self, size: int) -> bool:
-        """Return whether a dim of this size can be cut."""
+        """Return whether a dim of this size can be split."""
         return size % (self.shards * self.parts) == 0
 
     def part(self, size: int) -> int:
-        """Return the rows of one part."""
+        """Return the batch size of one part."""
         return size // self.parts
 
 
 @dataclass(frozen=True)
 class Followed:
-    """An equation that treats the rows alike.
+    """An equation that can run on the parts of a split batch.
 
     Attributes:
-        operands: the dim of each operand along which its rows lie; None for one that all parts
+        operands: the batch dim of each operand; None for one that all parts
             share.
-        results: the dim of each result along which its rows lie; the name of a primitive if the
+        results: the batch dim of each result; the name of a primitive if the
             results of the parts are combined by it.
-        params: the parameters that are others for a part.
+        params: the parameters that differ for a part.
     """
 
     operands: tuple[int | None, ...]
@@ -62,15 +62,15 @@ Dims = Sequence[int | None]
 
 
 def follow(eqn: Any, dims: Dims, split: BatchSplit) -> Followed | None:
-    """Follow the rows through an equation; None if it mixes them.
+    """Propagate the batch dim through an equation; None if it mixes batch elements.
 
-    A matmul may have rows on both sides that differ, as the queries and keys of attention over a
-    cut sequence: those that the result keeps stay cut, the first operand's first.
+    A matmul may have different split dims on both sides, as the queries and keys of attention over
+    a split sequence: the one that the result keeps stays split, the first operand's first.
 
     Args:
         eqn: the equation; one without bodies.
-        dims: where the rows of its operands lie; of one at least.
-        cut: how the rows are cut.
+        dims: the batch dim of each operand; one at least has one.
+        split: the batch split.
     """
     if eqn.primitive.name == "device_put":
         return _device_put(eqn, dims, split)

@@ -1,4 +1,4 @@
-"""Hold the equations of one body of a step in parts, and its values: whole, in parts, or both."""
+"""Hold the equations of a body with a split batch, and its values: joined, in parts, or both."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class HostMemoryError(Exception):
 
 
 class SplitBody:
-    """The equations of one body, as they are made, and its values: whole, in parts, or both."""
+    """The equations of one body, as they are made, and its values: joined, in parts, or both."""
 
     def __init__(self, split: BatchSplit):
         self.eqns: list[Any] = []
@@ -37,7 +37,7 @@ class SplitBody:
         self._own = OwnNames(self.eqns)
 
     def bound(self, var: Any, dim: int | None) -> list[Any]:
-        """Bind an operand of the body: in parts along a dim, or whole."""
+        """Bind an operand of the body: in parts along a dim, or undivided."""
         if dim is None:
             return [var]
         parts = self._new_parts(var, dim)
@@ -58,30 +58,30 @@ class SplitBody:
             self._parts[var] = self._parts[atom]
 
     def dim(self, atom: Any) -> int | None:
-        """Return the dim along which a value is in parts; None if it is whole."""
+        """Return the dim along which a value is in parts; None if it is undivided."""
         if compat.is_literal(atom) or atom not in self._parts:
             return None
         return self._parts[atom][0]
 
     def values(self, atom: Any, dim: int | None, like: Any) -> list[Any]:
-        """Return a value's parts along a dim, or the whole value."""
+        """Return a value's parts along a dim, or the joined value if the dim is None."""
         return [self.joined(atom, like)] if dim is None else self.parts(atom, dim, like)
 
     def flat(self, atoms: Sequence[Any], dims: Sequence[int | None], like: Any) -> list[Any]:
-        """Return the parts or the whole of each of several values, in order."""
+        """Return the parts of each value along its dim, or the joined value, in order."""
         return [
             v for atom, dim in zip(atoms, dims, strict=True) for v in self.values(atom, dim, like)
         ]
 
     def made(self, outvars: Sequence[Any], dims: Sequence[int | None]) -> list[Any]:
-        """Bind results: in parts, or whole."""
+        """Bind results: in parts along a dim, or undivided."""
         return [v for var, dim in zip(outvars, dims, strict=True) for v in self.bound(var, dim)]
 
     def _whole_of(self, atom: Any) -> Any:
         return atom if compat.is_literal(atom) else self._wholes.get(atom, atom)
 
     def joined(self, atom: Any, like: Any) -> Any:
-        """Return a whole value; parts are joined, once."""
+        """Return an undivided value; parts are joined, once."""
         if compat.is_literal(atom) or atom not in self._parts or atom in self._wholes:
             return self._whole_of(atom)
         dim, parts = self._parts[atom]
@@ -94,7 +94,7 @@ class SplitBody:
         return whole
 
     def parts(self, atom: Any, dim: int, like: Any) -> list[Any]:
-        """Return the parts of a value along a dim; a whole value is cut."""
+        """Return the parts of a value along a dim; an undivided value is split."""
         if self.dim(atom) == dim:
             return self._parts[atom][1]
         whole, split = self.joined(atom, like), self._split
@@ -110,7 +110,7 @@ class SplitBody:
         return parts
 
     def whole(self, eqn: Any) -> None:
-        """Run an equation as it is, on whole values."""
+        """Run an equation as it is, on undivided values."""
         invars = [self.joined(v, eqn) for v in eqn.invars]
         same = all(a is b for a, b in zip(invars, eqn.invars, strict=True))
         self.eqns.append(eqn if same else eqn.replace(invars=invars))
@@ -139,7 +139,7 @@ class SplitBody:
             self.eqns += inlining.inline(_combined(how), parts, [var], eqn, alike=("combine", how))
 
     def _of_part(self, values: Sequence[Any], part: int, eqn: Any) -> Any:
-        """Return what an equation on a part reads: the part, or a whole value."""
+        """Return the operand of an equation on a part: the part, or the value that parts share."""
         return values[part] if len(values) > 1 else self._own.of(values[0], part, eqn)
 
 
@@ -147,7 +147,7 @@ def _check_memory(atom: Any, what: str, eqn: Any) -> None:
     """Refuse to split or join a value in the host's memory.
 
     Raises:
-        HostMemoryError: if the value lies there.
+        HostMemoryError: if the value is in the host's memory.
     """
     if compat.in_host_memory(atom):
         raise HostMemoryError(
@@ -165,7 +165,7 @@ def _combined(how: str) -> Callable[..., list[Array]]:
 
 
 def _split(x: Array, dim: int, split: BatchSplit) -> list[Array]:
-    """Cut an array in parts along a dim: of each shard the same share."""
+    """Split an array into parts along a dim, each with the same share of every shard."""
     shape, size = x.shape, x.shape[dim]
     rest = size // (split.shards * split.parts)
     blocks = lax.reshape(x, (*shape[:dim], split.shards, split.parts, rest, *shape[dim + 1 :]))

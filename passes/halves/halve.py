@@ -1,13 +1,13 @@
-"""Run the rows of a step in parts, side by side.
+"""Split the batch of a step into independent parts whose collectives overlap with matmuls.
 
     y = dot_general x w ;  z = tanh y
 
 ->  x0, x1 = <parts of x> ;  y0 = dot_general x0 w ;  y1 = dot_general x1 w ;  z0 = tanh y0 ; ...
 
 Nothing of one part waits for the other, so that the collectives of each hide behind the matmuls of
-the other, and no matmul is cut along a sharded dim, as rings would. The parts stay apart through
-scans, remats and conditionals, in the forward and the backward pass; a sum over the rows is the sum
-of those of the parts. An equation that mixes the rows runs as it is, on the parts joined.
+the other, and no matmul is split along a sharded dim, as rings would. The parts stay apart through
+scans, remats and conditionals, in the forward and the backward pass; a sum over the batch adds the
+parts' sums. An equation that mixes batch elements runs as it is, on the parts joined.
 
 Micro-batches that overlap are those of Domino (arXiv:2409.15241, section 3.2, its row split).
 """
@@ -55,12 +55,12 @@ def run(step: EditedStep, edits: Sequence[SplitBatch]) -> EditedStep:
 
 
 class Halved:
-    """A step whose rows run in parts, and of which no derivative will be taken.
+    """A step whose batch runs in parts, and of which no derivative will be taken.
 
     Attributes:
         jaxpr: the step.
-        mixing: the equations that mix the rows, and so run on the parts joined.
-        unroll: how many steps of its scans stand in one body; 1 where none could be unrolled.
+        mixing: the equations that mix batch elements, and so run on the parts joined.
+        unroll: how many steps of its scans are in one body; 1 where none could be unrolled.
     """
 
     def __init__(
@@ -71,15 +71,15 @@ class Halved:
         unroll: int = 1,
         whole: Callable[[Any], bool] = lambda eqn: False,
     ):
-        """Run the rows of a step in parts.
+        """Split the batch of a step into parts.
 
         Args:
             jaxpr: the step.
-            rows_of: the dim of a value along which the rows to be cut lie; None if it has none.
-            cut: how they are cut.
-            unroll: how many steps of a cut scan stand in one body of its loop: parts hide behind
+            rows_of: the batch dim of a value; None if it has none.
+            split: the batch split.
+            unroll: how many steps of a split scan are in one body of its loop: parts hide behind
                 each other only within one.
-            whole: returns whether an equation has to run on whole rows, whatever its rule says.
+            whole: returns whether an equation needs the undivided batch, whatever its rule says.
 
         Raises:
             HostMemoryError: if a value in the host's memory would have to be split or joined.
@@ -104,12 +104,12 @@ class Halved:
         Args:
             jaxpr: the body.
             around: the equation whose body it is.
-            given: the dims along which its operands' rows lie; None for one that is whole.
+            given: the batch dim of each operand; None for one that is undivided.
             wanted: the same of its results; None for as they come.
 
         Returns:
-            The new body, whose operands and results are the parts in the place of each value that
-            is in parts; and the dims along which its results' rows lie.
+            The new body, whose operands and results are the parts instead of each value that
+            is in parts; and the batch dims of its results.
         """
         body = SplitBody(self._split)
         invars = [
@@ -144,7 +144,7 @@ class Halved:
             body.whole(eqn)
 
     def _opened(self, body: SplitBody, eqn: Any) -> Any:
-        """Open an inner jit, or a call with a derivative of its own, where rows go into it."""
+        """Inline an inner jit, or a call with a custom derivative, if it reads split operands."""
         called = eqn.params.get("call_jaxpr") if eqn.primitive.name in _CALLS else None
         if called is None and not compat.is_plain_jit(eqn):
             return None
@@ -153,7 +153,7 @@ class Halved:
         return inlining.opened(eqn, called or eqn.params["jaxpr"])
 
     def _operand_dims(self, body: SplitBody, eqn: Any) -> Dims:
-        """Return where the rows of a body's operands lie; whole ones are to be cut."""
+        """Return the batch dim of each operand of an equation; undivided ones are to be split."""
         return [self._start(v) if (d := body.dim(v)) is None else d for v in eqn.invars]
 
     def _start(self, atom: Any) -> int | None:
@@ -164,7 +164,7 @@ class Halved:
         return dim if self._split.divides(atom.aval.shape[dim]) else None
 
     def _scan(self, body: SplitBody, eqn: Any) -> bool:
-        """Run a scan on parts, if it does not scan over the rows themselves."""
+        """Run a scan on parts, if it does not scan over the batch dim."""
         num_consts, num_carry = compat.scan_counts(eqn)
         first = num_consts + num_carry
         dims = self._operand_dims(body, eqn)
@@ -207,7 +207,7 @@ class Halved:
 
         Args:
             scan: the scan, in parts.
-            has_rows: of each operand that it scans over, whether it holds rows.
+            has_rows: of each operand that it scans over, whether it has a batch dim.
         """
         length, unroll, inner = (scan.params[name] for name in ("length", "unroll", "jaxpr"))
         if (
@@ -221,7 +221,7 @@ class Halved:
         return scan.replace(params={**scan.params, "unroll": self._unroll, "jaxpr": apart})
 
     def _tried(self, jaxpr: Any, around: Any, given: Dims) -> Dims:
-        """Run a body on parts only to see where the rows of its results lie."""
+        """Return the batch dims of a body's results, found by running the body on parts."""
         before = list(self.mixing)
         _, dims = self._body(jaxpr, around, given)
         self.mixing = before

@@ -1,4 +1,4 @@
-"""Give each part names of its own for the whole values that it reads.
+"""Copy each shared value once per part, so that XLA does not fuse kernels of different parts.
 
     z0 = add y0 w ;  z1 = add y1 w
 
@@ -7,9 +7,9 @@
 Where element-wise kernels of two parts read one value, XLA makes them one kernel (sibling fusion),
 whose output waits for both parts: they would go in lockstep, and hide nothing. A value with another
 name is another one to XLA. Small values and masks are written out for that. A mask that was
-broadcast to the rows is made again for each part, of what was broadcast. Matmuls of all parts read
+broadcast to the batch is broadcast again for each part. Matmuls of all parts read
 one value: their weights would be gathered twice. The steps of an unrolled scan get names of their
-own for the rows that they recompute from, for the same reason.
+own for the slices that they recompute from, for the same reason.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _ELEMENTWISE |= {"eq", "ge", "gt", "le", "lt", "ne"}
 
 
 class OwnNames:
-    """The names of whole values in one body, by part."""
+    """The copies of the undivided values of one body, by part."""
 
     def __init__(self, eqns: list[Any]):
         """Begin a body.
@@ -45,27 +45,27 @@ class OwnNames:
         self._parts: dict[tuple[Any, int, int], Any] = {}
 
     def made(self, eqn: Any) -> None:
-        """Take note of an equation on whole values."""
+        """Record an equation on undivided values."""
         if eqn.primitive.name in _ELEMENTWISE or eqn.primitive.name == "broadcast_in_dim":
             self._makers[eqn.outvars[0]] = eqn
 
     def of(self, whole: Any, part: int, eqn: Any) -> Any:
-        """Return the name of a whole value for an equation that a part runs."""
+        """Return the copy of an undivided value that an equation of one part reads."""
         if part == 0 or _contracts(eqn):
             return whole
         return self._named(whole, part, eqn)
 
     def parts(self, whole: Any, dim: int, split: BatchSplit, like: Any) -> list[Any] | None:
-        """Make the parts of a value whose rows are all the same, from values without rows.
+        """Make the parts of a value that repeats along the batch dim, from values without that dim.
 
         Args:
-            whole: the value.
-            dim: the dim of its rows.
-            cut: how they are cut.
+            whole: the undivided value.
+            dim: its batch dim.
+            split: the batch split.
             like: an equation that reads a part.
 
         Returns:
-            The parts; None where the rows differ, or that is not known.
+            The parts; None where batch elements differ, or that is not known.
         """
         if compat.is_literal(whole) or not self._repeats(whole, dim):
             return None
@@ -122,17 +122,17 @@ def _contracts(eqn: Any) -> bool:
 
 
 def own_slices(jaxpr: Any, has_rows: Sequence[bool], like: Any) -> Any:
-    """Give the rows that each step of an unrolled scan recomputes from a name of their own.
+    """Put a barrier behind the slices from which each step of an unrolled scan recomputes.
 
     The steps of one body read slices of one stacked value. What the backward pass recomputes from
-    them waits for nothing, so XLA makes the first such kernels of all steps one, which waits for
+    them waits for nothing, so XLA fuses the first such kernels of all steps into one that waits for
     what comes before it in each. All these steps would be recomputed before the pass goes back
-    through the last, and what they made would be kept. What waits for the carry cannot be joined,
+    through the last, and their results would stay live. What waits for the carry cannot be fused,
     and a name costs a copy.
 
     Args:
         jaxpr: the scan's body.
-        has_rows: of each of its last operands, those that are scanned over, whether it holds rows.
+        has_rows: whether each of its scanned operands, the last ones, has a batch dim.
         like: the scan.
     """
     first = len(jaxpr.invars) - len(has_rows)

@@ -1,7 +1,7 @@
-"""Say how the matmuls of a step in parts lie: as those with whole rows do.
+"""Derive the shardings of a step with a split batch from those of the undivided step.
 
-A part has the same share of each device's rows, and so what a mesh axis shards stays as it was. To
-ask XLA again would give the same answers, for the price of the longest of all questions.
+A part has the same share of each device's shard, so every mesh axis shards the same dims. Running
+XLA's partitioner again would give the same shardings, at the cost of the longest partitioning.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from jaxoverlap.passes.analysis.partitioned import Shardings
 def shardings_of_parts(
     jaxpr: Any, cut: Any, shardings: Mapping[Any, Shardings], parts: int
 ) -> dict[Any, Shardings]:
-    """Return the shardings of a step whose rows are cut, from those of the step with whole rows.
+    """Return the shardings of a step with a split batch, from those of the undivided step.
 
     Args:
         jaxpr: the step.
         cut: the same in parts (`Halved.jaxpr`): its matmuls have the order of the step's, and those
-            of the parts of one stand together.
-        shardings: of the step's matmuls and scatter-adds; of those only what mixes the rows keeps
+            of the parts of one are adjacent.
+        shardings: of the step's matmuls and scatter-adds; of those only what mixes the batch keeps
             its own.
         parts: the number of parts.
     """
@@ -54,7 +54,7 @@ def matmuls_of_parts(jaxpr: Any, cut: Any, parts: int) -> Iterator[tuple[Dot, li
 
 
 def _scatter_adds(jaxpr: Any) -> Iterator[tuple[Any, list[tuple[int, ...]]]]:
-    """Yield the shapes of each scatter-add, with the number of its body and its place there."""
+    """Yield the shapes of each scatter-add, with the index of its body and its own index there."""
     for body in bodies(jaxpr):
         for position, eqn in enumerate(body.eqns):
             if eqn.primitive.name == "scatter-add":

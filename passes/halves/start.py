@@ -1,10 +1,10 @@
-"""Choose the rows of a step that are cut: a dim of its batch that most matmuls have.
+"""Choose the batch dim along which a step is split: one that most of its matmuls have.
 
 The dims of a step have names (`passes/layouts/dims.py`). A dim of the batch is one that no weight
-has; most steps have two that every matmul has: the rows of the batch, and the sequence. A step
+has; most steps have two that every matmul has: the batch dim, and the sequence. A step
 without a backward pass may give back a batch of the type that it took, which then looks like a
 weight: there a dim that every matmul has and none contracts is the batch's. (Weight gradients
-contract the rows.) Weights cut along their inner dim would send each sum twice.
+contract the batch.) Weights split along their inner dim would send each sum twice.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ _COVERED = 0.5  # of the work of all matmuls: with less there is little to hide 
 
 
 class BatchDim(NamedTuple):
-    """Rows that may be cut.
+    """A batch dim that may be split.
 
     Attributes:
         name: the named dim.
         shards: the devices that it is sharded over, at most.
-        held: the fewest rows of a value that a device then has.
+        held: the greatest common divisor of the dim's sizes in the shards of all values.
     """
 
     name: Name
@@ -36,7 +36,7 @@ class BatchDim(NamedTuple):
     held: int
 
     def divides(self, parts: int) -> bool:
-        """Return whether each device has rows for all parts."""
+        """Return whether each device's shard divides into so many parts."""
         return self.held >= parts and self.held % parts == 0
 
     def found_at(self, jaxpr: Any, dims: DimNames) -> tuple[int, int, int]:
@@ -57,15 +57,15 @@ class BatchDim(NamedTuple):
 def batch_dims(
     jaxpr: Any, dims: DimNames, shardings: Mapping[Any, Shardings], sizes: Mapping[str, int]
 ) -> Iterator[BatchDim]:
-    """Yield the rows that may be cut, those that most matmuls have first.
+    """Yield the batch dims that may be split, those that most matmuls have first.
 
-    Of two names that all matmuls have, as those of the batch and the sequence, the one that stands
+    Of two names that all matmuls have, as those of the batch and the sequence, the one that comes
     before the other comes first.
 
     Args:
         jaxpr: the step.
         dims: its named dims.
-        shardings: how the operands and results of its matmuls lie.
+        shardings: the shardings of its matmuls' operands and results.
         sizes: devices along each mesh axis.
     """
     every_dot = [dot for dot in dots(jaxpr) if dot.inside is None]
@@ -118,9 +118,9 @@ def _shards(
     shardings: Mapping[Any, Shardings],
     sizes: Mapping[str, int],
 ) -> int:
-    """Return the devices that the rows are sharded over.
+    """Return the number of devices that the named dim is sharded over.
 
-    Where fewer devices shard the rows of another value, its parts lie like the whole all the same.
+    Where fewer devices shard the dim of another value, its parts keep that value's sharding.
     """
     shards = 1
     for dot in every_dot:
@@ -134,7 +134,7 @@ def _shards(
 
 
 def _held(name: Name, every_dot: Sequence[Dot], dims: DimNames, shards: int) -> int:
-    """Return the greatest number of rows that divides those that a device has of any value."""
+    """Return the greatest common divisor of the named dim's sizes, per shard; 0 if uneven."""
     values = (v for dot in every_dot for v in dot.eqn.invars[:2])
     sizes = (v.aval.shape[d] for v in values for d, its in enumerate(dims.of(v)) if its == name)
     held = math.gcd(*sizes)

@@ -1,4 +1,4 @@
-"""Find the convolutions whose rows may not be split, as their windows are sharded."""
+"""Find the convolutions whose batch may not be split, as their windows are sharded."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from jaxoverlap.passes.layouts.dims import DimNames, Name
 
 
 class ShardedWindows:
-    """Tell whether a convolution's window, or what it slides over, is sharded.
+    """Returns whether a convolution's window, or a dim that it slides over, is sharded.
 
-    XLA's partitioner multiplies wrong rows of such a convolution where its batch is small
+    XLA's partitioner multiplies wrong elements of such a convolution where its batch is small
     (docs/upstream.md), as that of a part is.
     """
 

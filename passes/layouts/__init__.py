@@ -1,1 +1,1 @@
-"""Choose how the values of a step lie on its mesh, where the user leaves that to XLA."""
+"""Choose the shardings of a step's values where the user leaves them to XLA."""

@@ -7,7 +7,7 @@
     a gradient: [hidden, inner]                      ->   (fsdp, tp)
 
 Each axis has the names that it may shard, in order of preference; in a value it shards the first of
-them that the value has. So a layout says of every value how it lies, and there are few layouts:
+them that the value has. So a layout gives every value's sharding, and there are few layouts:
 Megatron's sequence parallelism is `sequence` at the end of a list.
 
 The first layouts come from the shardings that the step's arguments have. Then one axis at a time
@@ -62,7 +62,7 @@ def starts(
 
     Args:
         jaxpr: the step.
-        arguments: how each of its arguments lies; None where that is not known.
+        arguments: the sharding of each of its arguments; None where that is not known.
         dims: its named dims.
         sizes: devices along each mesh axis.
     """

@@ -53,7 +53,7 @@ def pinned(jaxpr: Any, pins: Pins, mesh: Mesh) -> Any:
 
     Args:
         jaxpr: the step.
-        pins: how each of the results lies; others are left to the partitioner.
+        pins: the sharding of each pinned result; others are left to the partitioner.
         mesh: the step's mesh.
     """
 

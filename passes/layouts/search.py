@@ -67,12 +67,12 @@ class LayoutSearch:
         matmuls: the matmuls whose results may be pinned.
         dims: the named dims of the step.
         sizes: devices along each mesh axis.
-        ask: asks about one set of pins.
+        ask: evaluates one set of pins.
         plain: the answer without pins.
         most: the most questions to ask.
         thorough: whether to go on where none of the layouts to start from is faster.
         best: the fastest candidate; the step as it is as long as nothing is faster.
-        asked: questions asked.
+        asked: the number of sets evaluated.
     """
 
     matmuls: tuple[Dot, ...]
@@ -122,10 +122,10 @@ class LayoutSearch:
         return [*pinned, *unpinned]
 
     def leave_out(self, chosen: Mapping[int, Spec | None]) -> None:
-        """Leave out the pins that say what XLA does unasked, if it does so without them.
+        """Leave out the pins that equal XLA's own choice, if the step is as fast without them.
 
         Args:
-            chosen: how XLA lays out the results without pins, by the number of the matmul.
+            chosen: the shardings that XLA chooses for results without pins, by matmul id.
         """
         pins = self.best.pins
         self._keep({site: spec for site, spec in pins.items() if chosen.get(site) != spec})
@@ -136,7 +136,7 @@ class LayoutSearch:
         This is delta debugging (Zeller and Hildebrandt, TSE 2002): what is left is needed, each.
 
         Args:
-            most: the most further questions to ask.
+            most: the most further sets of pins to evaluate.
         """
         self.most = self.asked + most
         together = len(self.best.pins)
@@ -148,7 +148,7 @@ class LayoutSearch:
                 self._keep({s: p for s, p in self.best.pins.items() if s not in gone})
 
     def gain_s(self, site: int) -> float | None:
-        """Return the seconds that one of the pins saves beside the others; None if not asked."""
+        """Return the seconds that one pin saves given the others; None if not evaluated."""
         if len(self.best.pins) == 1:
             return self.plain.step_s - self.best.answer.step_s
         fewer = {s: spec for s, spec in self.best.pins.items() if s != site}
@@ -177,7 +177,7 @@ class LayoutSearch:
     def _mix(self) -> None:
         """Take the layout of single source lines from another of the layouts to start from.
 
-        A mixture of experts has its rows on all devices, but where the experts work.
+        A mixture of experts has its tokens on all devices, except where the experts work.
         """
         for other in sorted(self._first, key=lambda c: c.answer.step_s):
             for sites in self._by_line():
@@ -195,7 +195,7 @@ class LayoutSearch:
         yield from lines.values()
 
     def _try(self, layout: Layout) -> LayoutCandidate | None:
-        """Ask about a layout of the whole step, and keep it if it is the best so far."""
+        """Evaluate a layout of the full step, and record it if it is the best so far."""
         pins = self._pins(layout)
         if (answer := self._answer(pins)) is None:
             return None

@@ -6,7 +6,7 @@
 
 Where an axis shards both the table and the batch (FSDP), XLA gathers the table over it for the
 lookup, and once more for the matmul, since that reads the transpose. Each takes as long, and the
-first has nothing to hide behind. Price decides, as with pins: the whole table then lies in memory
+first has nothing to hide behind. The estimate decides, as with pins: the full table is in memory
 from the lookup to the logits.
 """
 
@@ -50,7 +50,7 @@ def tied_tables(
 
     Args:
         jaxpr: the flattened step.
-        arguments: how each of its arguments lies; None where that is not known.
+        arguments: the sharding of each of its arguments; None where that is not known.
         sizes: devices along each mesh axis.
     """
     weights, uses = weights_of(jaxpr), _uses(jaxpr)
@@ -69,7 +69,7 @@ def tied_tables(
 
 
 def with_tables_gathered(jaxpr: Any, tables: Sequence[GatherTable], mesh: Mesh) -> Any:
-    """Gather tables once: their lookups and matmuls read one value, which lies as they say."""
+    """Gather tables once: their lookups and matmuls read one value with the given sharding."""
     eqns, uses = list(jaxpr.eqns), _uses(jaxpr)
     before: dict[int, list[Any]] = {}  # by the place in front of which they go
     for table in tables:
@@ -94,7 +94,7 @@ _Uses = Mapping[Any, Sequence[int]]
 
 
 def _uses(jaxpr: Any) -> _Uses:
-    """Return the places of the equations that read each variable."""
+    """Return the indices of the equations that read each variable."""
     uses: dict[Any, list[int]] = {}
     for position, eqn in enumerate(jaxpr.eqns):
         for v in dict.fromkeys(compat.variables(eqn.invars)):
@@ -103,7 +103,7 @@ def _uses(jaxpr: Any) -> _Uses:
 
 
 def _readers(jaxpr: Any, var: Any, uses: _Uses) -> dict[str, dict[int, str]]:
-    """Return the lookups and matmuls that read an argument: kinds by place, by the type it has."""
+    """Return the lookups and matmuls that read an argument: dtype -> equation index -> kind."""
     found: dict[str, dict[int, str]] = {}
     for copy in _copies(jaxpr, var, uses):
         kinds = {position: _kind(jaxpr, position, copy, uses) for position in uses.get(copy, ())}

@@ -1,4 +1,4 @@
-"""Manual code: the collectives that a user wrote beside matmuls in the body of a shard_map.
+"""Choose rings for the collectives that a user wrote next to matmuls in a shard_map body.
 
     x = all_gather[axis_name=model all_gather_dimension=0 tiled=True] x ;  q = dot_general x wq
     p = dot_general h w ;  y = reduce_scatter[axis_name=model scatter_dimension=0 tiled=True] p
@@ -6,10 +6,10 @@
 ->  q = <all_gather_matmul> x wq ;  y = <matmul_reduce_scatter> h w
 
 Here the collective is an equation, so nothing has to be worked out. The matmuls that read a
-gathered or exchanged value share one ring, which keeps the value whole where others read it too;
-partial sums that are added up before they are scattered travel as one sum. What stands between the
-two and only turns, converts or retypes (transpose, convert_element_type, pvary) is done chunk by
-chunk. The axis is manual already, so the ring stands in the body itself (`rewrite.py`).
+gathered or exchanged value share one ring, which also returns the full value if others read it;
+partial sums that are added up before they are scattered travel as one sum. Equations between the
+two that only transpose, convert or retype (transpose, convert_element_type, pvary) run chunk by
+chunk. The axis is manual already, so the ring is in the body itself (`rewrite.py`).
 
 A matmul stays as it is where a ring would not be the same: for groups of devices, several axes at
 once, gathers that are not tiled; in branches and loops that devices may run differently, as a hop
@@ -47,8 +47,8 @@ class ManualSharing:
         order: the order in which the body's equations then stand.
         rings: the rings.
         late: matmuls that read what a ring gathered, by their numbers.
-        left: collectives beside a matmul that stay as they are, by its number.
-        skipped: why each other matmul is left alone, by its number.
+        left: collectives next to a matmul that stay as they are, by the matmul's id.
+        skipped: why each other matmul is not rewritten, by its id.
     """
 
     manual: Manual
@@ -66,7 +66,7 @@ def decide_manual(
 
     Args:
         bodies: the step's bodies, from `jaxprs.bodies`.
-        shardings: from `partitioned`: how its matmuls lie on axes that are automatic beside.
+        shardings: from `partitioned`: its matmuls' shardings on the automatic axes.
         requests: for single matmuls.
 
     Returns:
@@ -111,7 +111,7 @@ def _share(
     """Choose the matmuls of a manual body that have rings; the largest collectives choose first.
 
     Args:
-        body, shardings, requests: the body, how its matmuls lie, and what is wanted of them.
+        body, shardings, requests: the body, its matmuls' shardings, and the user's requests.
         left: the number of each matmul whose ring was rejected, with the reason.
     """
     manual = body.dots[0].manual
@@ -166,7 +166,7 @@ def _place(sharing: ManualSharing, ring: ManualRing, taken: Collection[int]) -> 
 def _leave(
     sharing: ManualSharing, sites: Sites, possible: Sequence[ManualRing], taken: Collection[int]
 ) -> None:
-    """Note each other collective beside the first matmul there that has a ring."""
+    """List each collective without a ring with the first matmul next to it that has one."""
     done = {ring.collective.position for ring in sharing.rings}
     beside = {ring.collective.position: (str(ring.collective), ring.sites) for ring in possible}
     for position, collective in sites.collectives.items():

@@ -1,9 +1,9 @@
-"""Find the collectives beside the matmuls of a manual body, and the equations between them.
+"""Find the collectives next to the matmuls of a manual body, and the equations between them.
 
     x = all_gather x ;  t = transpose x ;  y = dot_general t w      # one operand moves
     p = dot_general h w ;  c = convert p ;  s = add c b ;  z = psum s   # the result moves, in a sum
 
-A `ManualSite` is a matmul and what stands between it and its collective; `Sites` finds them in a
+A `ManualSite` is a matmul and the equations between it and its collective; `Sites` finds them in a
 body.
 """
 
@@ -41,7 +41,7 @@ class WrittenCollective:
     """A collective of the user's that a ring can do.
 
     Attributes:
-        place: its place in the body.
+        position: its index in the body.
         eqn: the equation.
         kind: the kind of collective.
         axis, axis_size: the mesh axis, and its devices.
@@ -73,7 +73,7 @@ class WrittenCollective:
 
 
 class ManualSite(NamedTuple):
-    """A matmul beside a collective.
+    """A matmul that reads a collective's result, or whose result a collective reads.
 
     Attributes:
         dot: the matmul.
@@ -102,17 +102,17 @@ class ManualSite(NamedTuple):
 
 @dataclass
 class ManualRing:
-    """A collective and the matmuls beside it.
+    """A collective and the matmuls that share its ring.
 
     Attributes:
         collective: the collective.
         sites: the matmuls.
-        dim: the dim that is cut into chunks, of the value that moves.
-        between: places of the equations between them, which the ring does too.
+        dim: the dim, of the value that moves, that is split into chunks.
+        between: indices of the equations between them, which the ring runs too.
         keep: whether others read the gathered value.
         again: those of `between` that others read.
         variant: how the pieces travel.
-        why: the reason if they do not travel as asked for.
+        why: the reason if they do not travel as requested.
     """
 
     collective: WrittenCollective
@@ -151,7 +151,7 @@ class ManualRing:
 
     @property
     def chunk(self) -> int:
-        """Rows of one chunk on one device."""
+        """The size of the chunked dim in one chunk on one device."""
         rows = self.collective.eqn.invars[0].aval.shape[self.dim]
         return rows if self.arrives else rows // self.collective.axis_size
 
@@ -160,7 +160,7 @@ def collective(position: int, eqn: Any, axes: Mapping[str, int]) -> WrittenColle
     """Describe a collective that a ring can do, or say why no ring can.
 
     Args:
-        place: its place in the body.
+        position: its index in the body.
         eqn: the equation.
         axes: the manual mesh axes, and the devices along each.
     """
@@ -190,7 +190,7 @@ class Sites:
     """The matmuls and collectives of one manual body, and the views and sums between them.
 
     Attributes:
-        collectives: by its place each collective, or the reason why no ring can do it.
+        collectives: each collective by its index, or the reason why no ring can do it.
         uses: the makers and readers of the body's values.
     """
 
@@ -206,7 +206,7 @@ class Sites:
         }
 
     def reading(self, position: int) -> tuple[list[ManualSite], set[int]]:
-        """Return the matmuls that read a collective's result, and the places of all its views."""
+        """Return the matmuls that read a collective's result, and the indices of all its views."""
         sites: list[ManualSite] = []
         positions: set[int] = set()
         views: list[tuple[Any, tuple[Any, ...]]] = [(self.eqns[position].outvars[0], ())]
@@ -222,7 +222,7 @@ class Sites:
         return sorted(sites, key=lambda site: site.dot.index), positions
 
     def summed(self, position: int) -> tuple[list[ManualSite], set[int]] | None:
-        """Return the matmuls whose sum a collective reads, and the places in between, or None."""
+        """Return the matmuls whose sum a collective reads, and the indices in between, or None."""
         terms = self._terms(self.eqns[position].invars[0])
         return terms and (sorted(terms[0], key=lambda site: site.dot.index), terms[1])
 
@@ -252,7 +252,7 @@ class Sites:
         return dead
 
     def read_beyond(self, position: int, positions: set[int]) -> bool:
-        """Return whether anybody but the equations at `places` reads the result of `place`."""
+        """Return whether any equation not in `positions` reads the result of `position`."""
         return any(r not in positions for r in self.uses.readers(self.eqns[position].outvars[0]))
 
 
@@ -280,7 +280,7 @@ def possible_rings(sites: Sites) -> Iterator[ManualRing]:
 
 
 def dim_of_sum(all_reduce: WrittenCollective) -> int | None:
-    """Choose the dim of an all-reduce to cut into chunks: the largest that divides."""
+    """Choose the dim of an all-reduce to split into chunks: the largest that divides."""
     shape = all_reduce.eqn.invars[0].aval.shape
     fits = [d for d, size in enumerate(shape) if size % all_reduce.axis_size == 0]
     return max(fits, key=lambda d: shape[d], default=None)

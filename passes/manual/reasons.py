@@ -1,4 +1,4 @@
-"""Say why a matmul in manual code is left alone."""
+"""Find the reasons why matmuls in manual code are not rewritten."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _AFTER: tuple[Kind, ...] = ("reduce_scatter", "all_reduce", "all_to_all")
 
 
 def refusal_of(dot: Dot, requests: Requests) -> Reason | None:
-    """Return why a matmul is left alone, whatever stands beside it; None if it need not be."""
+    """Return why a matmul is skipped whatever its collective; None if it need not be."""
     assert dot.manual is not None
     if dot.manual.explicit:
         axes = ", ".join(dot.manual.explicit)
@@ -40,7 +40,7 @@ def refusal_of(dot: Dot, requests: Requests) -> Reason | None:
 def crossed(
     ring: ManualRing, site: ManualSite, shardings: Mapping[int, Shardings]
 ) -> Reason | None:
-    """Return why the axes that are automatic beside the manual ones forbid a ring, or None."""
+    """Return why a shard_map's automatic axes forbid a ring, or None."""
     matmul = beside(site.dot, shardings)
     if matmul is None or isinstance(matmul, Reason):
         return matmul
@@ -82,7 +82,7 @@ def spread(site: ManualSite, shardings: Mapping[int, Shardings]) -> int:
 
 
 def why_not(sites: Sites, dot: Dot, rings: Sequence[ManualRing]) -> Reason:
-    """Return why a matmul that none of the rings takes is left alone."""
+    """Return why a matmul is in none of the rings."""
     done = {ring.collective.position: ring.site for ring in rings}
     lhs, rhs = dot.eqn.invars
     reasons = [
@@ -156,7 +156,7 @@ def _done(ring: int, name: str) -> Reason:
 
 
 def _left(what: str, through: str) -> Reason:
-    """Return why a matmul is left alone beside a collective that rings can do elsewhere."""
+    """Return why a matmul has no ring although rings can decompose its kind of collective."""
     if through in ("add", "add_any"):
         return _no_ring(f"{what} in a sum with something else")
     how = f" through {through}" if through else ", in a way that no ring does"

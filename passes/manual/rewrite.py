@@ -1,4 +1,4 @@
-"""Put rings in manual bodies, where the user's collectives and matmuls stood.
+"""Replace the user's collectives and matmuls in manual bodies by rings.
 
     x = all_gather x ;  q = dot_general x wq ;  k = dot_general x wk
 
@@ -65,7 +65,7 @@ def _failed(ring: ManualRing, error: Exception) -> RewriteError:
 
 
 def _equations(ring: ManualRing, multiply: Multiply, *, checked: bool) -> list[Any]:
-    """Make the equations that take the place of a collective and the matmuls beside it."""
+    """Make the equations that replace a collective and the matmuls of its ring."""
     moving, eqn = ring.collective.eqn, ring.sites[0].dot.eqn
     if ring.arrives:
         fn = functools.partial(_arriving, ring, multiply)
@@ -86,7 +86,7 @@ def _other(site: ManualSite) -> Any:
 
 
 def _arriving(ring: ManualRing, multiply: Multiply, shard: Array, *others: Array) -> list[Array]:
-    """Run the ring of a gathered or exchanged operand; return that too if it is kept."""
+    """Run the ring of a gathered or exchanged operand; return the operand too if `ring.keep`."""
     moving = ring.collective
     readers = [_reader(s, multiply, other) for s, other in zip(ring.sites, others, strict=True)]
     split = None if moving.wanted is None else Dim(moving.wanted)
@@ -95,7 +95,7 @@ def _arriving(ring: ManualRing, multiply: Multiply, shard: Array, *others: Array
 
 
 def _leaving(ring: ManualRing, multiply: Multiply, checked: bool, *operands: Array) -> list[Array]:
-    """Run the ring of results that are added up, and scattered, exchanged or wanted whole."""
+    """Run the ring of results that are summed, then scattered, exchanged or replicated."""
     moving = ring.collective
     pairs = zip(ring.sites, operands[::2], operands[1::2], strict=True)
     terms = [Term(lhs, rhs, s.einsum, _product(s, multiply)) for s, lhs, rhs in pairs]

@@ -73,7 +73,7 @@ def decide(
         An entry for each matmul, and the rings of each body that has any matmul, by its number.
 
     Raises:
-        ValueError: if a request names a line without a matmul, or a site that is none.
+        ValueError: if a request names a line without a matmul, or an unknown matmul id.
     """
     step = _Step(bodies, shardings, terms)
     sharings = {body.index: _shared(body, step) for body in bodies if body.dots}
@@ -121,7 +121,7 @@ class _Step:
         terms.requests.check(names)
 
     def read(self, rejected: Mapping[int, Reason], dot: Dot) -> ShardedMatmul | Reason:
-        """Return a matmul with its sharding, or why it is left alone."""
+        """Return a matmul with its sharding, or why it is not rewritten."""
         unread = self.terms.unread
         left = Reason("no ring", unread) if unread else refusal(dot, self.terms.requests)
         left = left or _typed_otherwise(dot, self.terms.explicit)
@@ -133,7 +133,7 @@ class _Step:
         return read.lhs_sources, read.rhs_sources, read.out_sinks
 
     def chosen(self, body: Body, ring: Ring) -> tuple[Variant, str]:
-        """Choose how a ring's pieces travel: as asked, else the cheapest way; and say why."""
+        """Return a ring's variant, the requested or else the cheapest one, and the reason."""
         chunk, prices = ring.first.chunk(), self.terms.prices
         if asked := self.terms.requests.variant(names_of(ring.members[0].dot)):
             if asked.style == "plain":
@@ -144,7 +144,7 @@ class _Step:
         return prices.chosen(ring, usual, others) if prices else (usual, "")
 
     def _others_s(self, body: Body, ring: Ring) -> Iterator[float]:
-        """Yield seconds of each matmul that a ring's collective, left whole, could hide behind."""
+        """Yield the seconds of each matmul that could overlap with a ring's full collective."""
         return (self._seconds(dot.index) for dot in self._independent(body.index).of(ring))
 
     def _independent_matmuls(self, index: int) -> IndependentMatmuls:
@@ -165,7 +165,7 @@ class _Step:
 
 
 def refusal(dot: Dot, requests: Requests) -> Reason | None:
-    """Return why a matmul is left alone before its sharding is looked at, or None."""
+    """Return why a matmul is skipped before its sharding is considered, or None."""
     if (asked := requests.refusal(names_of(dot))) is not None:
         return asked
     unfit = why_unfit(dot)
@@ -173,7 +173,7 @@ def refusal(dot: Dot, requests: Requests) -> Reason | None:
 
 
 def _typed_otherwise(dot: Dot, explicit: Sequence[str]) -> Reason | None:
-    """Return why a matmul whose types state other axes than the mesh is left alone, or None."""
+    """Return why a matmul whose types state other axes than the mesh is skipped, or None."""
     stated = compat.stated_axes(dot.eqn)
     if stated is None or set(stated) == set(explicit):
         return None
@@ -215,7 +215,7 @@ def _usual(ring: Ring, costs: Mapping[str, float]) -> Variant:
 
 
 def variant_of(kind: Kind, chunk: int, wanted: Variant) -> tuple[Variant, str]:
-    """Fit the wanted variant to a ring with so many rows a chunk; say why, if it is another."""
+    """Return the variant that fits a ring's chunk size, and why it is not the wanted one."""
     if chunk % wanted.slices:
         style = "one_way" if wanted.style == "sliced" else wanted.style
         why = f"in one piece: a chunk of {chunk} rows does not divide by {wanted.slices}"
@@ -274,7 +274,7 @@ def _reads(member: Member, sharing: Sharing) -> Decision:
 
 
 def _charge_hoists(entries: dict[int, Decision], sharing: Sharing) -> None:
-    """Name each gather that is done before the rings beside the first matmul that reads it."""
+    """List each gather hoisted before the rings with the first matmul that reads its result."""
     members = [*(m for ring in sharing.rings for m in ring.members), *sharing.readers]
     seen = set()
     for member in sorted(members, key=lambda m: m.dot.index):

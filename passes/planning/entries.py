@@ -17,12 +17,12 @@ class AnyRing(Protocol):
     """A ring: between matmuls and a collective that XLA would make, or one that the user wrote.
 
     Attributes:
-        site: the number of the first matmul, which names the ring.
+        site: the id of the first matmul, which names the ring.
         kind: the collective that the ring carries out.
         axis: its mesh axis.
         axis_size: the devices along that axis.
         variant: how the pieces travel.
-        why: the reason if they do not travel as asked for.
+        why: the reason if they do not travel as requested.
     """
 
     variant: Variant
@@ -84,7 +84,7 @@ def letters_of(dot: Dot) -> str:
 
 
 def skip_of(dot: Dot, why: Reason) -> Skip:
-    """Make the entry of a matmul that is left alone."""
+    """Make the plan entry of a matmul that is not rewritten."""
     source, module = names_of(dot)
     return Skip(
         site=dot.index,
@@ -110,7 +110,7 @@ def ring_entry(
     Args:
         ring: the ring.
         dot: the matmul.
-        letter: the dim that is cut into chunks.
+        letter: the dim that is split into chunks.
         bytes_moved: bytes that each device sends in one run of the ring.
         others: collectives of this matmul that stay XLA's.
         why: the reason for this axis, if the matmul is the first.

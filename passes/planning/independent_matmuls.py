@@ -1,4 +1,4 @@
-"""Find the matmuls that a collective could run beside: those that neither feed nor await it."""
+"""Find the matmuls that could overlap with a collective: no dependency either way."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Lay a decomposed matmul out on the mesh: find the specs of its sides and the cut of its chunks.
+"""Choose the specs of a decomposed matmul's operands and result, and its chunked dim.
 
 Every axis of the mesh turns manual, so that a ring's body says all that happens: an axis whose own
 collective belongs to the same matmul has it once, before the ring or after it, where XLA would
@@ -7,7 +7,7 @@ left automatic, XLA:CPU aborts on a sum in bfloat16 in the body.)
 
 A mesh axis on a dim is one digit of that dim's index: with ("data", "model") on a dim of size C,
 `data` counts blocks of C / data rows, its stride, and `model` blocks of C / (data * model) inside
-these. So an axis that moves need not be the minor one: along a dim that is whole over the axis,
+these. So an axis that moves need not be the minor one: along a dim that is replicated over it,
 chunk k is `reshape(dim, (outer, axis_size, inner))[:, k, :]`, and `outer` follows from the strides.
 An axis must have the same stride on every side, else the devices' blocks do not meet.
 """
@@ -25,14 +25,14 @@ from jaxoverlap.passes.planning.splits import Motion, ShardedMatmul, Split
 
 @dataclass(frozen=True)
 class Layout:
-    """A matmul, laid out for a ring.
+    """The shardings with which a matmul runs as a ring.
 
     Attributes:
         matmul: the matmul and its shardings.
-        ring: the split that becomes the ring; its motion is not None.
-        letter: the dim that is cut into chunks.
+        ring: the split that becomes the ring; its collective (`motion`) is not None.
+        letter: the dim that is split into chunks.
         others: the splits on other axes that need a collective of their own, as they come: gathers
-            before the ring, after it the scattered sums, then those that stay whole.
+            before the ring, after it the scattered sums, then the all-reduced ones.
         lhs, rhs, out: the shard_map's specs.
     """
 
@@ -65,7 +65,7 @@ class Layout:
         return size // (stride * self.matmul.axis_sizes[axis]) // above
 
     def chunk(self) -> int:
-        """Count rows of the moving dim that lie side by side in one chunk, on one device."""
+        """Return the number of adjacent elements of the moving dim in one chunk on one device."""
         motion, n = self.ring.motion, self.ring.axis_size
         assert motion is not None
         axis, letter = self.ring.axis, self.letter
@@ -137,7 +137,7 @@ def _lay_out(matmul: ShardedMatmul, shared: tuple[Split, ...], ring: Split) -> L
 
 
 def traffic(layout: Layout) -> dict[str, int]:
-    """Return the bytes that each device sends in one run of a laid-out matmul, by mesh axis.
+    """Return the bytes that each device sends in one run of a decomposed matmul, by mesh axis.
 
     Counted as the rewrite runs it: gathers before the ring make its shards larger, and the ring's
     sums are scattered over other axes only after it.
@@ -177,7 +177,7 @@ def _local_bytes(layout: Layout, side: Side) -> int:
 
 
 def _chunked_letter(matmul: ShardedMatmul, shared: Sequence[Split], ring: Split) -> str | None:
-    """Choose the dim to cut: the one that moves, or an all-reduce's largest one that divides.
+    """Return the dim to split into chunks: the moving one, or an all-reduce's largest divisible.
 
     Dims that no axis shards come first: their chunks are the largest.
     """
@@ -247,7 +247,7 @@ def _crossed(layout: Layout) -> str | None:
     """Name the first dim on which an axis moves under one that counts other blocks, if any.
 
     With b = 8 over an axis of 2 on one side and over another of 2 on another side, both count
-    blocks of 4: while one holds the dim, the other's blocks are cut in halves.
+    blocks of 4: while one holds the dim, the other's blocks are split in halves.
     """
     matmul = layout.matmul
     for split in (layout.ring, *layout.others):
@@ -266,7 +266,7 @@ def _crossed(layout: Layout) -> str | None:
 
 
 def _splits_up(layout: Layout, split: Split) -> tuple[Side, str | None]:
-    """Return the dim that a motion splits up, if any: a scatter's, and where an exchange goes."""
+    """Return the dim that a collective shards, if any: a scatter's, or an all-to-all's new one."""
     motion = split.motion
     assert motion is not None
     if split is layout.ring and motion.kind == "all_reduce":
@@ -301,9 +301,9 @@ def _strides(
 
 
 def hoistable(matmul: ShardedMatmul, axis: str, motion: Motion) -> bool:
-    """Return whether an operand's motion may be hoisted: done once, before all that read the value.
+    """Return whether an operand's collective may run once, before all matmuls that read its value.
 
-    The axis has to be the minor one of its dim, so that the gathered blocks lie side by side.
+    The axis has to be the minor one of its dim, so that the gathered blocks are contiguous.
     """
     moves_operand = motion.side != "out" and motion.kind in ("all_gather", "all_to_all")
     return moves_operand and matmul.axes_of(motion.side, motion.letter)[-1] == axis

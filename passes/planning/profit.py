@@ -1,32 +1,32 @@
-"""Keep the rings that are worth it: cut into chunks, their matmuls cost less than the collective.
+"""Keep the rings whose chunked matmuls cost less than the full matmul and exposed collective.
 
-Cut into chunks a matmul costs more: each chunk has a launch and tiles of its own, and what is cut
-has to be cut out of an operand, or put together to a result, which a whole matmul does not need. A
-ring can save at most what is exposed of the collective where that is left whole. So where
+Split into chunks a matmul costs more: each chunk has a launch and tiles of its own, and has to be
+sliced out of an operand, or joined to a result, which an undivided matmul does not need. A
+ring can save at most the exposed time of the collective that is not decomposed. So where
 
     max(N t, (N - 1) tau) > e + w
 
-with t for one chunk's matmuls and copies, tau for one hop, w for the whole matmuls and e for what
-is exposed, the ring loses even if all of it hides behind the rest, and is left alone: scores of a
-long context, whose pieces are gigabytes to put together, matmuls too small to cut, collectives that
+with t for one chunk's matmuls and copies, tau for one hop, w for the full matmuls and e for what
+is exposed, the ring loses even if all of it hides behind the rest, and is rejected: scores of a
+long context, whose pieces are gigabytes to join, matmuls too small to split, collectives that
 XLA's own schedule hides, and rings of NCCL's permutes, which get few of its channels. (What chunks
-are copied is an estimate: XLA reads some of them where they lie.) The estimate of the partitioned
-step (`estimate.py`) says what is exposed; where nobody has asked it, that is the whole collective.
+are copied is an estimate: XLA reads some of them in place.) The estimate of the partitioned
+step (`estimate.py`) gives the exposed time; without one, the full collective counts as exposed.
 
-A sum between hosts that is left alone goes in two slices where those take less than the whole. (7B
-step on 512 H100s, where a ring between hosts has 64 chunks, simulated: 1006 ms cut, 839 left alone,
+A sum between hosts without a ring is sent in two slices where those take less than one. (7B
+step on 512 H100s, where a ring between hosts has 64 chunks, simulated: 1006 ms in rings, 839 plain,
 780 in slices.)
 
-So do gathers and scatters that have little to hide behind. Where all matmuls that could run beside
+So do gathers and scatters that have little to hide behind. If all matmuls that could overlap
 (`independent_matmuls.py`) take less than twice the collective, for others want to hide there too,
 it goes in two slices, each under the matmul of the other; in four, where they take less than twice
-a slice. (By simulation, left alone and so: 70B step on 8 GB200s, whose hops are NCCL's, 1357 and
+a slice. (By simulation, plain and sliced: 70B step on 8 GB200s, whose hops are NCCL's, 1357 and
 1309 ms, all in halves 1347; ViT on 64 A100s, where matmuls are too small for a ring, 830 and 780,
 mostly as the weights of what has a ring, and of nothing else, are gathered a layer ahead.)
 
-What else could be weighed was tried on schedules of whole steps, simulated, and did not hold there:
+Other criteria were tried on simulated schedules of full steps, and did not hold there:
 hop by hop (t + (N - 1) max(t, tau) in CommFuse, arXiv 2604.24013, against c + w): a hop longer than
-the chunk over it may hide behind something else, and the collective that is left whole may not.
+the chunk over it may hide behind something else, and the undecomposed collective may not.
 """
 
 from __future__ import annotations
@@ -67,8 +67,8 @@ class RingCosts:
     Attributes:
         cost: the cluster's cost model.
         groups: the devices that take part in a collective along each mesh axis.
-        bare: gives the seconds that the kernels wait in one run for a ring's collective, left
-            whole, in the scheduler pass's order; None where that is not known.
+        exposed: returns the seconds that the kernels wait in one run for a ring's collective, not
+            decomposed, in the scheduler pass's order; None where that is not known.
     """
 
     cost: CostModel
@@ -97,14 +97,14 @@ class RingCosts:
         return f"{said}, {_us(plain_s + waits_s)}"
 
     def _waits_s(self, ring: Ring) -> float:
-        """Return the most seconds a ring can save: those exposed of its collective, left whole."""
+        """Return the most seconds that a ring can save: the exposed time of its full collective."""
         whole_s, exposed_s = self.collective_s(ring), self.exposed(ring)
         return whole_s if exposed_s is None else min(whole_s, exposed_s)
 
     def _left_s(self, ring: Ring) -> float:
-        """Return the seconds exposed beside a ring: of an all-reduce, what its gather cannot hide.
+        """Return a ring's remaining exposed seconds: the unhidden part of an all-reduce's gather.
 
-        The gather hides for as many seconds as the whole collective would.
+        The gather hides for as many seconds as the full collective would.
         """
         if ring.kind != "all_reduce":
             return 0.0
@@ -116,9 +116,9 @@ class RingCosts:
     ) -> tuple[Variant, str]:
         """Choose how a ring's pieces travel, and say why if not as usual.
 
-        A ring that is not worth it is left alone; but sums between hosts go in two slices of a
+        A ring that is not worth it is rejected; but sums between hosts go in two slices of a
         reduce-scatter each. Those are the gradients of weights, which XLA may transpose, or
-        all-reduce whole. Other gathers and scatters go in slices where that pays.
+        all-reduce in one piece. Other gathers and scatters go in slices where that pays.
 
         Args:
             ring: the ring.
@@ -135,7 +135,7 @@ class RingCosts:
         return Variant("sliced", slices) if slices > 1 else Variant("plain"), why
 
     def _slices(self, ring: Ring, others: Iterable[float]) -> int:
-        """Choose a collective's number of slices: more while little can hide its bare part."""
+        """Choose a collective's number of slices: more while few matmuls can hide it."""
         beside_s, enough_s = 0.0, 2 * self.collective_s(ring)
         for seconds in others:
             beside_s += seconds
@@ -151,12 +151,12 @@ class RingCosts:
         return best
 
     def _slices_pay(self, ring: Ring) -> bool:
-        """Return whether a collective in two slices takes less time than one left whole."""
+        """Return whether a collective in two slices takes less time than an undivided one."""
         whole_s = self._matmuls_s(ring) + self._waits_s(ring)
         return self.exposed(ring) is None or self.sliced_s(ring, 2) < whole_s
 
     def sliced_s(self, ring: Ring, slices: int) -> float:
-        """Return the seconds of a ring's matmuls and collective in slices, each beside the other.
+        """Return the seconds of a ring's matmuls overlapped with its collective in slices.
 
         t + tau + (m - 1) max(t, tau), with t and tau for one of m slices: `orders.py`'s formula.
         """
@@ -165,7 +165,7 @@ class RingCosts:
         return chunk_s + slice_s + (slices - 1) * max(chunk_s, slice_s)
 
     def cut_s(self, ring: Ring, variant: Variant) -> float:
-        """Return the seconds of a ring's matmuls, cut into chunks, if all hops hide; of one run."""
+        """Return the seconds of one run of a ring's chunked matmuls if all hops hide."""
         return self._cut_s(ring, ring.first.ring.axis_size * variant.slices)
 
     def hops_s(self, ring: Ring, variant: Variant) -> float:
@@ -178,7 +178,7 @@ class RingCosts:
         return self.cost.collective_s(PERMUTE, sent, pair(self.groups[axis]))
 
     def gather_s(self, axis: str, sent: int) -> float:
-        """Return the seconds of a whole all-gather along an axis, of so many bytes sent."""
+        """Return the seconds of an undecomposed all-gather along an axis, of so many bytes sent."""
         return self.cost.collective_s(OPCODE_OF["all_gather"], sent, self.groups[axis])
 
     def collective_s(self, ring: Ring, slices: int = 1) -> float:
@@ -232,7 +232,7 @@ def chunk(
     """Return one chunk of a member's matmul on one device, and the bytes copied for it.
 
     Args:
-        pieces: the number of pieces that the matmul is cut into.
+        pieces: the number of pieces that the matmul is split into.
         arrives: whether an operand moves, and not results.
         sums: whether results that move do so hop by hop, and are added up on the way.
         adds_apart: whether partial results, of a chunk of what is summed over, are added up in

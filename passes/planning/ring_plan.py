@@ -18,13 +18,13 @@ from jaxoverlap.plan.decisions import Reason, Variant
 
 @dataclass(frozen=True)
 class Value:
-    """A value of a body, and how it lies on the mesh: sharded as it was made, or gathered since."""
+    """A value of a body with its sharding: the one it was made with, or one gathered since."""
 
     var: Any
     spec: Spec
 
     def moved(self, axis: str, dim: int, to: int | None = None) -> Value:
-        """Return the value whole over one axis of a dim, and sharded by it on another if given."""
+        """Return the value with a mesh axis removed from a dim, and added to dim `to` if given."""
         spec = list(self.spec)
         spec[dim] = tuple(a for a in spec[dim] if a != axis)
         if to is not None:
@@ -38,7 +38,7 @@ class Hoist:
 
     Attributes:
         kind: all_gather or all_to_all.
-        before, after: the value, and the value as it lies then.
+        before, after: the value, and the value with its sharding after the collective.
         axis: the mesh axis.
         bytes_moved: bytes that each device sends.
     """
@@ -57,7 +57,7 @@ class Member:
     Attributes:
         dot: the matmul.
         lhs, rhs: the values that it reads.
-        layout: how it lies on the mesh; None if nothing moves any more, as others gathered it.
+        layout: its layout as a ring; None if nothing moves any more, as others gathered it.
         hoists: the gathers that come before it, also those shared with others.
         end: its own result, or the value that this is resharded to.
     """
@@ -86,10 +86,10 @@ class Ring:
 
     Attributes:
         members: the matmuls; the first names the ring.
-        keep: whether the gathered value is kept whole for matmuls that come later.
+        keep: whether the ring also returns the full gathered value, for matmuls that come later.
         total: the variable of the sum of all results, where several are added up.
         variant: how the pieces travel.
-        why: the reason if they do not travel as asked for.
+        why: the reason if they do not travel as requested.
     """
 
     members: list[Member]
@@ -112,12 +112,12 @@ class Ring:
 
     @property
     def position(self) -> int:
-        """The first matmul's place in the body."""
+        """The index of the first matmul's equation in the body."""
         return self.members[0].dot.position
 
     @property
     def kind(self) -> Kind:
-        """The motion that the ring carries out."""
+        """The kind of collective that the ring decomposes."""
         assert self.first.ring.motion is not None
         return self.first.ring.motion.kind
 
@@ -139,7 +139,7 @@ class Ring:
 
     @property
     def dim(self) -> int:
-        """The dim that is cut into chunks, of the gathered value or of the result."""
+        """The dim, of the gathered value or of the result, that is split into chunks."""
         return self.first.matmul.einsum.side(self.side).index(self.first.letter)
 
     @property
@@ -167,9 +167,9 @@ class Ring:
         return self.side != "out"
 
     def can_keep(self) -> bool:
-        """Return whether the step around the ring can read the gathered value, kept whole.
+        """Return whether the step can read the full gathered value as another result of the ring.
 
-        Its blocks have to lie side by side, and nothing else may have been done to it.
+        Its blocks have to be contiguous, and nothing else may have been done to it.
         """
         layout, axis = self.first, self.first.ring.axis
         given = layout.matmul.spec(self.side)
@@ -186,7 +186,7 @@ class Sharing:
         rings: the rings.
         readers: matmuls that only read what others gathered.
         hoisted: the gathers that come before the rings, by what they give.
-        skipped: why each other matmul is left alone, by its number.
+        skipped: why each other matmul is not rewritten, by its id.
         costs: the cost of a byte along each mesh axis, in any unit; 1 by default.
         read: the variables that placed matmuls read.
         absorbed: the variables that are gone, as a ring gives what they are resharded to.

@@ -43,11 +43,11 @@ def share(
     costs: Mapping[str, float] | None = None,
     rings: bool = True,
 ) -> Sharing:
-    """Decide for each matmul of a body how it lies on the mesh, and with which it shares a ring.
+    """Choose each matmul's shardings in a body, and the matmuls with which it shares a ring.
 
     Args:
         body: the body.
-        read: gives a matmul with its shardings, or why it is left alone.
+        read: returns a matmul with its shardings, or why it is not rewritten.
         beyond: the shardings of what its operands are resharded from and its result to, reshard by
             reshard.
         ahead: gather the weights of a scan before any ring, to be prefetched.
@@ -222,7 +222,7 @@ def _add(sharing: Sharing, member: Member) -> None:
 
 
 def _motions(matmul: ShardedMatmul) -> list[tuple[str, Motion | None]]:
-    """List the motions of each mesh axis; None stands for one that no pass knows."""
+    """List the collectives of each mesh axis; None is one that no pass knows."""
     motions: list[tuple[str, Motion | None]] = []
     for split in matmul.splits:
         if isinstance(split, Refusal):
@@ -262,7 +262,7 @@ def _is_gather(split: Split) -> bool:
 def _hoisted(
     member: Member, matmul: ShardedMatmul, axis: str, motion: Motion
 ) -> tuple[Member, ShardedMatmul]:
-    """Hoist a motion of an operand: the matmul then reads the moved value."""
+    """Hoist an operand's collective: the matmul then reads the moved value."""
     side, after = _moved(member, matmul, axis, motion)
     hoist = Hoist(motion.kind, member.value(side), after, axis, motion.bytes_moved)
     member = dataclasses.replace(member, hoists=(*member.hoists, hoist))
@@ -270,7 +270,7 @@ def _hoisted(
 
 
 def _moved(member: Member, matmul: ShardedMatmul, axis: str, motion: Motion) -> tuple[Side, Value]:
-    """Return the operand that a motion moves, and how it lies then."""
+    """Return the operand that a collective moves, and the moved value with its sharding."""
     letters = matmul.einsum.side(motion.side)
     to = letters.index(motion.to) if motion.to else None
     return motion.side, member.value(motion.side).moved(axis, letters.index(motion.letter), to)
@@ -297,7 +297,7 @@ def _keep_known(
     A ring that has moved it keeps it from now on, and comes before the matmul.
 
     Returns:
-        The side of the operand, and how it lies; None, and nothing is changed, if none was moved.
+        The side of the operand, and its sharding; None, and nothing changed, if none was moved.
     """
     for axis, motion in wanted:
         if motion is None or motion.side == "out":
@@ -321,7 +321,7 @@ def _ring_of(sharing: Sharing, member: Member) -> Ring | None:
 
 
 def _join(sharing: Sharing, member: Member) -> bool:
-    """Let a matmul share the ring that gathers what it reads, if it can run beside the others."""
+    """Let a matmul join the ring that gathers its operand, if no member depends on another."""
     ring = _ring_of(sharing, member)
     if ring is None or not alike([*ring.members, member]):
         return False
@@ -338,7 +338,7 @@ def _join(sharing: Sharing, member: Member) -> bool:
 
 
 def alike(members: Sequence[Member]) -> bool:
-    """Return whether the value that the members would share lies alike for all of them."""
+    """Return whether all members would have the same sharding of the value that they share."""
     return len({_shared(m.layout) for m in members if m.layout}) == 1
 
 
@@ -386,7 +386,7 @@ def _add_up(sharing: Sharing, body: Body) -> None:
 
 
 def _additions(body: Body) -> Iterator[tuple[int, list[Any], Any]]:
-    """Yield the places of additions of two values that nobody else reads, these, and the sum."""
+    """Yield the index of each addition of two values read only there, the values, and the sum."""
     for position, eqn in enumerate(body.eqns):
         if eqn.primitive.name in ("add", "add_any"):
             once = [v for v in compat.variables(eqn.invars) if len(body.uses.readers(v)) == 1]
@@ -395,7 +395,7 @@ def _additions(body: Body) -> Iterator[tuple[int, list[Any], Any]]:
 
 
 def sum_of(body: Body, values: Sequence[Any]) -> tuple[Any, list[int]]:
-    """Return the sum of all values, and the places of its additions; None if there is none."""
+    """Return the sum of all values, and the indices of its additions; None if there is none."""
     left, positions = set(values), list[int]()
     for position, read, total in _additions(body):
         if left.issuperset(read):

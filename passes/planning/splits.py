@@ -3,16 +3,16 @@
 A matmul is an einsum, and each of its letters is batch, contracted, or free of one operand. A mesh
 axis may shard one letter of each operand and of the result. The devices of that axis can split the
 work along any one letter `c`: then each operand that has `c` must be sharded on it, each that has
-not must be whole, and the result comes out sharded on `c`, or as partial sums if `c` is
+not must be replicated, and the result comes out sharded on `c`, or as partial sums if `c` is
 contracted. What the given shardings lack of that is the communication:
 
-    operand sharded elsewhere, wanted whole   all-gather of the operand
-    operand whole, wanted sharded             nothing: a device takes its own slice
+    operand sharded elsewhere, wanted full    all-gather of the operand
+    operand replicated, wanted sharded        nothing: a device takes its own slice
     operand sharded elsewhere, wanted on `c`  all-to-all of the operand
     partial sums, wanted sharded              reduce-scatter
-    partial sums, wanted whole                all-reduce
+    partial sums, wanted replicated           all-reduce
     result on `c`, wanted elsewhere           all-to-all of the result
-    result on `c`, wanted whole               gather of the result (XLA's)
+    result on `c`, wanted replicated          gather of the result (XLA's)
 
 `split` tries every `c` and keeps the cheapest. One collective can become a ring. Where the cheapest
 needs two, those of operands can be done before (`Refusal.first`), and the matmul looked at again.
@@ -62,7 +62,7 @@ class Split:
         axis: the mesh axis.
         axis_size: the devices along it.
         lhs, rhs, out: the dim that holds the axis in each side, as the split takes and gives it
-            (None: whole). Where the step gives an operand whole, a device takes its own slice.
+            (None: replicated). Where an operand is given replicated, a device takes its own slice.
         motion: the collective it needs, or None.
     """
 
@@ -80,12 +80,12 @@ class Split:
 
 @dataclass(frozen=True)
 class Refusal:
-    """The reason why one mesh axis of a matmul is not a split with at most one motion.
+    """The reason why one mesh axis of a matmul needs more than one collective, or an unknown one.
 
     Attributes:
         axis: the mesh axis.
         reason: the collectives that it wants, in words.
-        first: motions of operands that could be done before, to leave a split with one motion.
+        first: collectives of operands that could be done before, to leave a split with only one.
     """
 
     axis: str

@@ -23,7 +23,7 @@ class Requests:
     Attributes:
         skip: source lines ("gpt.py:88") or modules ("mlp.up") whose matmuls are skipped; globs.
         granularity: how the pieces of every ring travel, or of those of some lines or modules.
-        rejected: site -> reason, for matmuls whose rings cost the step more than they hide.
+        rejected: matmul id -> reason, for matmuls whose rings cost the step more than they hide.
     """
 
     skip: Collection[str] = ()
@@ -34,7 +34,7 @@ class Requests:
         """Check that every named line or module has a matmul.
 
         Args:
-            names: the line and the module of each matmul, by its site.
+            names: the line and the module of each matmul, by its id.
 
         Raises:
             ValueError: if one does not.
@@ -59,7 +59,7 @@ class Requests:
 
     @property
     def left_plain(self) -> dict[int, Reason]:
-        """Site -> reason of its skip, for the rejected matmuls."""
+        """The reason of the skip of each rejected matmul, by matmul id."""
         return {site: Reason("not ringed", why) for site, why in self.rejected.items()}
 
     def variant(self, names: Sequence[str]) -> Variant | None:

@@ -5,11 +5,11 @@
 ->  local = scatter-add zeros ids dx                    # each device its own tokens: [v, d]
     dw = psum_scatter over model along v, over data along d
 
-The partitioner all-reduces such a sum whole over every axis that shards the tokens, and then cuts
+The partitioner all-reduces such a full sum over every axis that shards the tokens, and then slices
 each device's part out of it. Scattered, it moves half of that, and over the fastest link first,
 while it is large: the slow one then sees a part only.
 
-It is no matmul and has no ring; what hides it is what the scheduler finds beside it.
+It is no matmul and has no ring; it hides behind the kernels that the scheduler overlaps with it.
 """
 
 from __future__ import annotations
@@ -45,9 +45,9 @@ class Lookup:
         eqn: its scatter-add.
         number: which of the step's scatter-adds that is.
         source: "file:line" of the lookup.
-        updates, out: how the tokens' gradients and the result lie.
-        scatters: (dim of the result, mesh axis, how the dim is cut), in order.
-        sums: axes over which the sum is wanted whole.
+        updates, out: the shardings of the tokens' gradients and of the result.
+        scatters: (dim of the result, mesh axis, the dim's chunking), in order.
+        sums: axes over which the sum is all-reduced.
     """
 
     eqn: Any
@@ -103,7 +103,7 @@ def lookups(
 
     Args:
         every: the step's bodies.
-        shardings: from `partitioned`, by (body, place).
+        shardings: from `partitioned`, by (body, index).
         mesh: its mesh.
         costs: the cost of a byte along each axis.
     """
@@ -134,7 +134,7 @@ def lookup_of(edit: ScatterLookup, every: Sequence[Body], mesh: Mesh) -> Lookup 
 
 
 def _scatter_adds(every: Sequence[Body]) -> Iterator[tuple[Body, int, Any]]:
-    """Yield the scatter-adds of a step, each with its body and its place there."""
+    """Yield the scatter-adds of a step, each with its body and its index there."""
     for body in every:
         for position, eqn in enumerate(body.eqns):
             if eqn.primitive.name == "scatter-add":
@@ -156,7 +156,7 @@ def _is_zeros(eqn: Any) -> bool:
 
 
 def _adds_rows(eqn: Any) -> bool:
-    """Return whether a scatter-add adds whole rows, one a token, to a table [v, d]."""
+    """Return whether a scatter-add adds one full-width update per token to a table [v, d]."""
     dims = eqn.params["dimension_numbers"]
     updates, out = eqn.invars[2].aval, eqn.outvars[0].aval
     return (

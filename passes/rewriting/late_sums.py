@@ -231,7 +231,7 @@ class _Late:
     def body(
         self, body: Any, tails: Mapping[int, _Tail], cuts: Mapping[int, Sequence[_Cut]]
     ) -> tuple[Any, dict[int, list[Any]]]:
-        """Return a body that gives partial sums in the place of some results, and these."""
+        """Return a body that gives partial sums instead of some results, and these."""
         gone, partial = set[int](), dict[Any, tuple[Any, _Cut]]()
         remats, parts = dict[int, list[int]](), dict[int, list[Any]]()
         for place, tail in tails.items():
@@ -287,14 +287,14 @@ class _Late:
         return remat.replace(outvars=outvars, params={**remat.params, "jaxpr": inner})
 
     def shape(self, eqn: Any, cut: _Cut) -> tuple[int, ...]:
-        """Return the shape of a partial sum: the devices along each cut dim, then what is kept."""
+        """Return the shape of a partial sum: the devices along each split dim, then the other dims."""
         whole = eqn.invars[0].aval.shape
         kept = (n for d, n in enumerate(whole) if d not in eqn.params["axes"])
         return (*(math.prod(self.mesh.shape[a] for a in on) for _, on in cut), *kept)
 
 
 def _partial(axes: Sequence[int], cut: _Cut, mesh: Mesh, x: Array) -> list[Array]:
-    """Add up each device's own: the devices along each cut dim come first in the result."""
+    """Add up each device's own part: the devices along each split dim are the first dims."""
     on = dict(cut)
     shape, spec, summed, devices = list[int](), list[Any](), list[int](), list[int]()
     for dim, size in enumerate(x.shape):

@@ -34,7 +34,7 @@ def run(step: EditedStep, edits: Sequence[ShareViews]) -> EditedStep:
 def with_one_view(jaxpr: Any) -> Any:
     """Let the matmuls of each body share one view of an operand that has dims of size 1.
 
-    Manual code, and matmuls whose types say how they lie, stay as they are.
+    Manual code, and matmuls whose types state their shardings, stay as they are.
     """
     return map_bodies(jaxpr, _visit)
 

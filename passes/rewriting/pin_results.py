@@ -47,7 +47,7 @@ def pinned_results(
 
     Args:
         params: the jit equation's parameters.
-        specs: how each result of the plain step lies, from `partitioned`.
+        specs: the sharding of each result of the plain step, from `partitioned`.
         mesh: the step's mesh.
     """
     if explicit_axes(mesh):  # there a result's type says how it lies
@@ -74,11 +74,11 @@ def is_even(shape: Sequence[int], spec: Spec, mesh: Mesh) -> bool:
 
 
 def pin_results(jaxpr: Any, results: Sequence[Spec | None], mesh: Mesh) -> Any:
-    """Constrain a jaxpr's results to lie as they did, whatever becomes of what they are made from.
+    """Constrain a jaxpr's results to their shardings in the step before it was edited.
 
     Args:
         jaxpr: the jaxpr of a step.
-        results: how each of its results lies; None for one that need not be pinned.
+        results: the sharding of each of its results; None for one that need not be pinned.
         mesh: the step's mesh.
     """
     uses = DefUse(jaxpr.eqns, jaxpr.outvars)

@@ -96,7 +96,7 @@ class _Ahead:
         return jaxpr if unchanged else jaxpr.replace(eqns=eqns)
 
     def scan(self, scan: Any) -> list[Any]:
-        """Return the equations that take the place of a scan."""
+        """Return the equations that replace a scan."""
         num_consts, num_carry = compat.scan_counts(scan)
         body = scan.params["jaxpr"]
         if scan.params["length"] < 2:

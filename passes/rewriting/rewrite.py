@@ -1,4 +1,4 @@
-"""Put rings in the place of matmuls.
+"""Replace matmuls by rings.
 
     q = dot_general x wq ;  k = dot_general x wk
 
@@ -6,7 +6,7 @@
                                                             # whose body is one ring for both
 
 A body keeps its operands and results, so the jaxprs around it (scan, remat, ...) stay. Inside it
-equations may change places, as far as what they read allows.
+equations may be reordered, as far as their operands allow.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ class Rings:
 
     @property
     def automatic(self) -> tuple[Ring, ...]:
-        """The rings, but for those beside collectives that the user wrote."""
+        """The rings of all collectives but those that the user wrote in a shard_map."""
         every = (s.rings for s in self.sharings.values() if isinstance(s, Sharing))
         return tuple(ring for rings in every for ring in rings)
 
@@ -108,7 +108,7 @@ def _placed(
 def rewrite(
     jaxpr: Any, sharings: Mapping[int, Sharing | ManualSharing], mesh: Mesh
 ) -> tuple[Any, dict[Any, int]]:
-    """Put rings in the place of a jaxpr's matmuls, as decided for each body (by its number).
+    """Replace a jaxpr's matmuls by rings, as decided for each body (by its number).
 
     Returns:
         The jaxpr, and the variables of what is gathered before rings, each with the bytes that a
@@ -172,7 +172,7 @@ class _Rewritten:
         return self.made[value]
 
     def moved(self, value: Value) -> Any:
-        """Make a new variable, for a value as it lies after a motion."""
+        """Make a new variable for a value with its sharding after a collective."""
         return compat.new_var(value.var.aval, partition_spec(only(value.spec, self.explicit)))
 
     def emit(
@@ -230,7 +230,7 @@ def _failed(ring: Ring, error: Exception) -> RewriteError:
 
 
 def _gather(hoist: Hoist, mesh: Mesh | AbstractMesh) -> Callable[[Array], list[Array]]:
-    """Make the function of a hoisted motion: XLA does it whole, and once for all that read it."""
+    """Return the function of a hoisted collective, which XLA runs once for all readers."""
     sharding = NamedSharding(mesh, partition_spec(hoist.after.spec))
     gather = functools.partial(lax.with_sharding_constraint, shardings=sharding)
     return jax.named_call(lambda x: [gather(x)], name=f"{hoist.kind}_over_{hoist.axis}")

@@ -1,4 +1,4 @@
-"""Make the function of a ring: the shard_map that takes the place of its matmuls."""
+"""Make the function of a ring: the shard_map that replaces its matmuls."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def scope(ring: Ring) -> str:
 
 
 def ringed(ring: Ring, mesh: Mesh | AbstractMesh, dot: _Dot) -> Callable[..., Any]:
-    """Make the function that takes the place of a ring's matmuls.
+    """Make the function that replaces a ring's matmuls.
 
     Args:
         ring: the ring.
@@ -245,7 +245,7 @@ def _is_wider(dtype: Any, other: Any) -> bool:
 
 
 def _gather_others(operand: Array, side: Side, layout: Layout) -> Array:
-    """Gather one operand on other axes, whole and before the ring."""
+    """Gather one operand over the other mesh axes before the ring, without chunks."""
     for split in layout.others:
         motion = split.motion
         if motion is not None and motion.kind == "all_gather" and motion.side == side:
@@ -256,7 +256,7 @@ def _gather_others(operand: Array, side: Side, layout: Layout) -> Array:
 
 
 def _reduce_others(out: Array, layout: Layout) -> Array:
-    """Move the result on other axes, whole and after the ring."""
+    """Run the result's collectives over the other mesh axes after the ring, without chunks."""
     for split in layout.others:
         motion = split.motion
         if motion is None or motion.side != "out":
@@ -275,7 +275,7 @@ def _reduce_others(out: Array, layout: Layout) -> Array:
 
 
 def _cut(layout: Layout, split: Split, letter: str) -> tuple[int, Chunking]:
-    """Return a dim of the result, and how its chunks lie when it moves along an axis."""
+    """Return a dim of the result, and its chunking when it moves along a mesh axis."""
     cut = Chunking(split.axis_size, outer=layout.outer("out", letter, split.axis))
     return layout.matmul.einsum.out.index(letter), cut
 

@@ -4,15 +4,16 @@
 
 ->  y: [s@model, d], reduce-scattered in a ring ;  z: [s@model, d] ;  q = all_gather(z) w3 in a ring
 
-The ring of an all-reduce hides its scatter half alone: its gather half stands between the matmul
+The ring of an all-reduce hides its scatter half alone: its gather half runs between the matmul
 and what reads the sum. Where everything up to the next matmuls goes row by row, the sum may as well
 stay scattered, and those matmuls gather it in rings of their own: as sequence parallelism has it
-(Korthikanti et al., arXiv 2205.05198), but found and not asked for.
+(Korthikanti et al., arXiv 2205.05198), but found without a user's request.
 
-XLA's partitioner knows what goes row by row. The sums are constrained to be scattered, XLA is asked
-again, the step is decided on again, and `exposure` tells which of the two is better. It counts
-bytes twice that no matmul hides: a value that was saved whole for the backward pass is now gathered
-again there, in a ring, so that bytes alone would favour the all-reduce whose half nothing hides.
+XLA's partitioner knows what goes row by row. The sums are constrained to be scattered, the step is
+partitioned again, the rings are chosen again, and `exposure` decides which of the two is better. It
+counts bytes twice that no matmul hides: a value that was saved in full for the backward pass is
+gathered again there, in a ring, so that bytes alone would favour the all-reduce whose half nothing
+hides.
 """
 
 from __future__ import annotations
@@ -105,7 +106,7 @@ def with_sums_scattered(
     """Decide on a step with some of its sums scattered.
 
     Args:
-        traced, jaxpr, shardings: the step, and how its matmuls lie as it is.
+        traced, jaxpr, shardings: the step, and the shardings of its matmuls as it is.
         where: the matmuls whose sums are scattered, by their number.
         decide: decides on the step, given what XLA makes of it.
         mesh: the step's mesh.
@@ -145,7 +146,7 @@ def points(sharings: Iterable[Sharing]) -> dict[int, Point]:
     """Find where the sums of a step could stay scattered, by the number of the matmul.
 
     These are the sums of all-reduce rings, but for gradients of weights, and for those that the
-    user's own constraint wants whole.
+    user's own constraint wants replicated.
     """
     rings = (ring for sharing in sharings for ring in sharing.rings if ring.kind == "all_reduce")
     members = (member for ring in rings for member in ring.members if not member.end.positions)
@@ -172,9 +173,9 @@ def _point(layout: Layout) -> Point | None:
 
 
 def _rows(einsum: Einsum) -> str:
-    """List the result's letters that stand for rows of an activation; none if it has no rows.
+    """Return the letters of the result's token dims, from the activation; empty if it has none.
 
-    The activation is the operand with more dims. Its rows come first, and a matmul with a weight
+    The activation is the operand with more dims. Its token dims come first; a matmul with a weight
     keeps them; the gradient of a weight sums over them.
     """
     activation = einsum.rhs if len(einsum.rhs) > len(einsum.lhs) else einsum.lhs
@@ -262,7 +263,7 @@ def exposure(
 
     Args:
         sharings: its rings.
-        beside: the collectives that stay XLA's, and the gradients of lookups.
+        beside: the collectives that XLA still runs, and the gradients of lookups.
         costs: the cost of a byte along each mesh axis.
     """
     total = 0.0
@@ -274,7 +275,7 @@ def exposure(
 
 
 def _of_ring(ring: Ring, costs: Mapping[str, float]) -> float:
-    """Price a ring, and what its matmuls move beside it."""
+    """Return the cost of a ring, and of its matmuls' collectives on other axes."""
     total = 0.0
     for member in ring.members:
         layout, leads = member.layout, member is ring.members[0]

@@ -20,11 +20,11 @@ two gradients that read dy): each shard travels once, and all their chunks run o
 
 Why the barrier: without it XLA's dot merger glues the chunks back into one matmul, and its
 scheduler issues the hops back to back. Both the hop and the matmul must read the barriered value;
-so must the slices of the other operand, which XLA would otherwise all cut before the first matmul.
+so must the slices of the other operand, which XLA would otherwise all make before the first matmul.
 
 With t for all readers' matmuls of one chunk and tau for its hop, the ring takes t + (N - 1) max(t,
 tau); the other orders, and when that does not apply, are in `orders.py`. "sliced" runs
-lax.all_gather of 1/m of the shard under the matmul of the slice before: T_comm/m stays bare, in
+lax.all_gather of 1/m of the shard under the matmul of the slice before: T_comm/m is exposed, in
 front. The order of chunks is CommFuse's (arXiv 2604.24013, Figure 6). The pass does not apply when
 the gathered dim does not divide by the axis, or when another mesh axis shards that dim more finely.
 """
@@ -52,12 +52,12 @@ class Reader:
     """A matmul that reads what arrives.
 
     Attributes:
-        other: its other operand, whole along the travelling dim where it has that dim.
+        other: its other operand, unsharded along the travelling dim where it has that dim.
         einsum: its letters (the sizes are not read).
         side: which of its operands travels.
         dot: multiplies one chunk.
         dtype: the dtype of its result.
-        other_outer, out_outer: `Cut.outer` of the travelling dim in the other operand and the
+        other_outer, out_outer: `Chunking.outer` of the travelling dim in the other operand and the
             result.
     """
 
@@ -89,11 +89,11 @@ def all_gather_matmul(
         dim: the dim it is gathered along; in each reader free, contracted or batch.
         axis, axis_size: the mesh axis of the ring, and its devices.
         variant: how the chunks travel.
-        outer: `Cut.outer` of the gathered dim.
+        outer: `Chunking.outer` of the gathered dim.
         keep: whether to return the gathered operand too.
 
     Returns:
-        Each reader's result on this device, whole along the dim unless that is contracted; and the
+        Each reader's result on this device, unsharded along a dim not contracted; and the
         gathered operand, or None.
 
     Raises:
@@ -141,7 +141,7 @@ def gather_under(arrivals: Reads, shard: Array, axis: str, variant: Variant) -> 
 
 
 def read_slices(arrivals: Reads, parts: list[Array], send: Callable[[Array], Array]) -> None:
-    """Read slices of all chunks, each sent as a whole under the read before it."""
+    """Read slices of all chunks, each gathered by one collective under the read before it."""
     coming = send(parts[0])
     for j in range(len(parts)):
         used = {"here": coming} | ({"next": parts[j + 1]} if j + 1 < len(parts) else {})
@@ -165,7 +165,7 @@ class Arrivals:
     def tie(self, held: dict[Any, Array]) -> dict[Any, Array]:
         """Tie what is read next: neither it nor a hop of it may start before the last matmul.
 
-        Other operands that are cut are tied too: XLA would cut all their chunks at the start.
+        Other operands that are sliced are tied too: XLA would make all their slices at the start.
         """
         if not self.results:
             return held
@@ -192,7 +192,7 @@ class Arrivals:
             self.whole = [chunks.put(self.whole[0], part, self.dim, self.cut, chunk, piece)]
 
     def finish(self) -> tuple[list[Array], Array | None]:
-        """Return the results in their dtypes, and the operand if it was kept."""
+        """Return the results in their dtypes, and the gathered operand if `keep` is set."""
         results = [r.astype(m.dtype) for r, m in zip(self.results, self.readers, strict=True)]
         return results, self.whole[0] if self.keep else None
 
@@ -223,13 +223,13 @@ def _add(
 
 
 def _is_cut(reader: Reader, dim: int) -> bool:
-    """Return whether the other operand has the travelling dim too, and is cut to what arrived."""
+    """Return whether the other operand has the travelling dim too, and is sliced like a chunk."""
     einsum = reader.einsum
     other = einsum.rhs if reader.side == "lhs" else einsum.lhs
     return einsum.side(reader.side)[dim] in other
 
 
 def wide(dtype: Any) -> Any:
-    """Return the dtype for sums over chunks; by hand, as jax may be told not to promote."""
+    """Return the dtype for sums over chunks, which does not depend on JAX's promotion setting."""
     narrow = jnp.issubdtype(dtype, jnp.floating) and jnp.finfo(dtype).bits < 32
     return jnp.float32 if narrow else dtype  # whole numbers wrap around alike in any order

@@ -1,4 +1,4 @@
-"""All-to-all beside matmuls: each slice travels straight to its device, under another's matmul.
+"""All-to-all with matmuls: each slice is sent directly to its device, under another's matmul.
 
 An operand that is sharded along one dim and wanted sharded along another (Ulysses' heads for
 sequence, experts for tokens). Before, on each device:
@@ -33,9 +33,9 @@ A result that is computed split along one dim and wanted along another goes the 
 
 The own slice comes last and is written where it was made.
 
-N - 1 sends of 1/N^2 of the whole array; with t for one slice's matmul and tau for its send, both
+N - 1 sends of 1/N^2 of the global array; with t for one slice's matmul and tau for its send, both
 take t + (N - 1) max(t, tau). "sliced" runs lax.all_to_all in m slices instead, each under another's
-matmul: T_comm/m stays bare. When the formula does not apply is in `orders.py`. The direct order is
+matmul: T_comm/m is exposed. `orders.py` says when the formula does not apply. The direct order is
 CommFuse's (arXiv 2604.24013, Algorithm 5); there is no ring, as every slice has a device of its
 own to go to. The pass does not apply when either dim does not divide by the axis.
 """
@@ -78,12 +78,12 @@ def all_to_all_matmul(
         dim: the dim that is gathered; in each reader free, contracted or batch.
         wanted: the dim that is sharded instead.
         axis, axis_size: the mesh axis, and its devices.
-        variant: "direct" or "sliced"; pieces are cut along `dim`.
-        outer, wanted_outer: `Cut.outer` of the two dims.
+        variant: "direct" or "sliced"; pieces are split along `dim`.
+        outer, wanted_outer: `Chunking.outer` of the two dims.
         keep: whether to return the exchanged operand too.
 
     Returns:
-        Each reader's result on this device, whole along `dim` unless that is contracted; and the
+        Each reader's result on this device, unsharded along `dim` unless it is contracted; and the
         exchanged operand, or None.
 
     Raises:
@@ -137,8 +137,8 @@ def matmul_all_to_all(
         wanted: the dim that is sharded instead; batch or free.
         axis, axis_size: the mesh axis, and its devices.
         dtype: the dtype of the result.
-        variant: "direct" or "sliced"; pieces are cut along `wanted`.
-        outer, wanted_outer: `Cut.outer` of the two dims.
+        variant: "direct" or "sliced"; pieces are split along `wanted`.
+        outer, wanted_outer: `Chunking.outer` of the two dims.
 
     Returns:
         This device's part of the result: all of dim `dim`, 1/axis_size of dim `wanted`.
@@ -181,7 +181,7 @@ def _place(result: Array | None, part: Array, dim: int, cut: Chunking, chunk: An
 
 
 def _slices(products: Products, dim: int, cut: Chunking, axis: str, dtype: Any) -> list[Array]:
-    """Exchange each slice as a whole, under the matmul of the next slice."""
+    """Exchange each slice by one all-to-all, under the matmul of the next slice."""
     split = Chunking(products.cut.chunks, 1, products.cut.outer)
     results: list[Array] = []
     product = products.multiply(None, 0, dtype)

@@ -192,7 +192,7 @@ def check_projected(how: Attention, q: Array, k: Array, v: Array, wo: Array) -> 
 
 
 def varying(axis_name: str, *arrays: Array) -> list[Array]:
-    """Mark arrays as different on every device, as `shard_map(check_vma=True)` asks.
+    """Mark arrays as different on every device, as `shard_map(check_vma=True)` requires.
 
     The gradient of one that is the same on all devices is then summed, outside the ring.
     """

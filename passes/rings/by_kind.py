@@ -21,7 +21,7 @@ class Dim(NamedTuple):
 
     Attributes:
         at: its number.
-        outer: `Cut.outer` of it.
+        outer: `Chunking.outer` of it.
     """
 
     at: int
@@ -58,7 +58,7 @@ def operand_ring(
         shard: this device's part of the operand.
         readers: the matmuls that read it.
         along: the ring's axis.
-        gathered: the dim that becomes whole.
+        gathered: the dim that becomes unsharded.
         split: for an exchange, the dim that becomes sharded.
         keep: return the moved operand too.
 
@@ -88,15 +88,15 @@ def result_ring(
     gathered: Dim | None = None,
     invarying: bool = False,
 ) -> Array:
-    """Add up matmuls whose sum is scattered, wanted whole or exchanged.
+    """Add up matmuls whose sum is scattered, all-reduced or exchanged.
 
     Args:
         kind: reduce_scatter, all_reduce or all_to_all.
         terms: the matmuls.
         along: the ring's axis.
         dtype: the dtype of the sum.
-        split: the dim that becomes sharded; for all_reduce the one that is cut on the way.
-        gathered: for an exchange, the dim that becomes whole.
+        split: the dim that becomes sharded; for all_reduce the one that is split into chunks.
+        gathered: for an exchange, the dim that becomes unsharded.
         invarying: for all_reduce, give a result whose type says that it is alike on all devices.
     """
     given: dict[str, Any] = {**along._asdict(), "dtype": dtype}

@@ -1,4 +1,4 @@
-"""Cut a dim into chunks, and run the whole collectives that keep to that cut.
+"""Split a dim into chunks, and run undecomposed collectives with the same chunking.
 
 The local dim of size `outer * chunks * pieces * size` is seen as
 
@@ -6,7 +6,7 @@ The local dim of size `outer * chunks * pieces * size` is seen as
 
 Chunk `k` is `view[:, k]`, what one device of the ring holds; piece `j` of it is `view[:, k, j]`,
 what travels at once. `outer` is more than 1 where another mesh axis, gathered before, is major on
-the same dim: then a chunk does not lie side by side.
+the same dim: then a chunk is not contiguous.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def tied[Tree](values: Tree, tie: Callable[[Tree], Tree] = lax.optimization_barr
 
 @dataclass(frozen=True)
 class Chunking:
-    """The cut of a dim into chunks and pieces; see the module.
+    """The split of a dim into chunks and pieces; see the module.
 
     Attributes:
         chunks: devices of the ring; 1 for a dim that holds one device's chunk.
@@ -61,7 +61,7 @@ class Chunking:
         """Return the size of one piece in each outer share.
 
         Raises:
-            ValueError: if a dim of size `whole` cannot be cut so.
+            ValueError: if a dim of size `whole` cannot be split so.
         """
         parts = self.outer * self.chunks * self.pieces
         if whole % parts:
@@ -73,7 +73,7 @@ class Chunking:
         return whole // parts
 
     def shard(self) -> Chunking:
-        """Return the cut of a dim that holds one chunk only."""
+        """Return the chunking of a dim that holds one chunk only."""
         return replace(self, chunks=1)
 
 

@@ -46,7 +46,7 @@ class RingMatmul:
 
     Attributes:
         x, w, y: the letters of both operands and the result.
-        moved: the letter that is gathered, scattered or cut into chunks.
+        moved: the letter that is gathered, scattered or split into chunks.
         split: the letter that an exchange shards instead; empty for other collectives.
         axis, axis_size: the mesh axis, and its devices.
         variant: how the pieces travel.

@@ -11,7 +11,7 @@ Before, on each device (row parallel without sequence parallelism; replicated we
     y: f32[s, d] = all_gather[axis_name=model, axis=0] y
 
 An all-reduce is a reduce-scatter and an all-gather, so as many bytes move; half of them hide. It
-takes the time of `matmul_reduce_scatter` and, bare, that of the gather. It does not apply when no
+takes the time of `matmul_reduce_scatter` and the exposed gather's. It does not apply when no
 dim of the result divides by the axis.
 """
 
@@ -43,15 +43,15 @@ def matmul_all_reduce(
 
     Args:
         terms: the matmuls, at least one, with results of one shape.
-        dim: the dim of the result to cut into chunks; batch or free in each term.
+        dim: the dim of the result to split into chunks; batch or free in each term.
         axis, axis_size: the mesh axis of the ring, and its devices.
         dtype: the dtype of the result, and of the sums that travel.
         variant: how the sums travel.
-        outer: `Cut.outer` of that dim in the result.
+        outer: `Chunking.outer` of that dim in the result.
         invarying: as in `chunks.gather`.
 
     Returns:
-        The whole result, the same on every device of the axis.
+        The full result, the same on every device of the axis.
 
     Raises:
         ValueError: if a chunk does not divide into the variant's slices.

@@ -53,10 +53,10 @@ class Term:
     """A matmul whose products are added to those of other terms.
 
     Attributes:
-        lhs, rhs: this device's operands, whole along the scattered dim.
+        lhs, rhs: this device's operands, unsharded along the scattered dim.
         einsum: its letters (the sizes are not read).
         dot: multiplies one chunk.
-        lhs_outer, rhs_outer: `Cut.outer` of the scattered dim in the operands.
+        lhs_outer, rhs_outer: `Chunking.outer` of the scattered dim in the operands.
     """
 
     lhs: Array
@@ -85,7 +85,7 @@ def matmul_reduce_scatter(
         axis, axis_size: the mesh axis of the ring, and its devices.
         dtype: the dtype of the result, and of the sums that travel.
         variant: how the sums travel.
-        outer: `Cut.outer` of the scattered dim in the result.
+        outer: `Chunking.outer` of the scattered dim in the result.
 
     Returns:
         This device's chunk of the result: 1/axis_size of dim `dim`.
@@ -141,7 +141,7 @@ def scatter_under(products: Computes, axis: str, dtype: Any, variant: Variant) -
 
 
 def _slices(products: Computes, axis: str, dtype: Any) -> Array:
-    """Scatter each slice as a whole, under the matmul of the next slice."""
+    """Scatter each slice by one reduce-scatter, under the matmul of the next slice."""
     cut, dim = products.cut, products.dim
     results: list[Array] = []
     product = products.multiply(None, 0, dtype)
@@ -165,9 +165,9 @@ class Hops:
         self.arriving: dict[tuple[int, int], Array] = {}
 
     def send(self, kept: Kept) -> Kept:
-        """Send what is leaving, tied to the next matmul and to what is kept.
+        """Send the leaving sum, tied to the next matmul and to the values that stay on the device.
 
-        If nothing waited for what is kept, XLA would put it off, and hold all that has come.
+        If nothing waited for these, XLA would compute them late, and hold all that has arrived.
         """
         if self.leaving is None:
             return kept
@@ -199,7 +199,7 @@ class Products:
     def tie[Tree](self, leaving: Tree) -> Tree:
         """Tie what is about to leave to the next matmul: neither may start before the other.
 
-        Of the next matmul, the operands that are cut into chunks are tied.
+        Of the next matmul, the operands that are split into chunks are tied.
         """
         cut = [
             {

@@ -15,15 +15,15 @@ matmul, for each style of `Variant`:
 
 The own chunk comes first in a gather and last in a scatter, so that no matmul waits for the first
 hop and none is in flight after the last matmul: the orders of CommFuse (arXiv 2604.24013, Figures
-6 to 8) and, two ways, of Wang et al. (ASPLOS '23).
+6 to 8) and, in both directions, of Wang et al. (ASPLOS '23).
 
 With t for one chunk's matmul, tau for one chunk's hop and N devices, all take
 
     t + (N - 1) max(t, tau) + t_add
 
 with t_add for the last sum (scatters only); two_way has tau / 2 where a link carries both ways at
-once. The formula does not apply when communication slows the matmul beside it (NCCL's kernels take
-SMs), when a chunk's matmul is too small to run at the whole one's rate, or, for direct, on a wire
+once. The formula does not apply when communication slows the matmul under it (NCCL's kernels take
+SMs), when a chunk's matmul is too small to run at the full one's rate, or, for direct, on a wire
 that is itself a ring: there `shift` ranks are `shift` hops.
 """
 
@@ -141,7 +141,7 @@ def scatter_steps(style: Style, axis_size: int) -> list[ScatterStep]:
 
 
 def num_hops(variant: Variant, axis_size: int) -> int:
-    """Count a ring's permutes or whole collectives of "sliced"; an all-reduce has a gather more."""
+    """Count a ring's permutes, or a "sliced" one's collectives; an all-reduce adds a gather."""
     return variant.slices * (1 if variant.style == "sliced" else axis_size - 1)
 
 
@@ -149,7 +149,7 @@ def bytes_sent(collective: Kind, axis_size: int, chunk_bytes: int) -> int:
     """Return the bytes that each device sends; every variant sends the same.
 
     Args:
-        chunk_bytes: bytes of what one hop of one device carries if not cut into pieces: a shard of
+        chunk_bytes: bytes that one hop of one device carries if not split into pieces: a shard of
             the gathered operand or of the scattered result, or 1/axis_size of an exchanged shard.
     """
     return (2 if collective == "all_reduce" else 1) * (axis_size - 1) * chunk_bytes

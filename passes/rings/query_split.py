@@ -1,6 +1,6 @@
 """Attention and its output projection, then reduce-scatter: a hop under each slice of the queries.
 
-Before, on each device, whose heads' q, k and v are whole along the sequence (batch left out):
+Before, on each device, whose heads' q, k and v have the full sequence (batch left out):
 
     q: f32[s, h/N, e]   k, v: f32[t, h/N, e]   wo: f32[h/N, e, d]
     p: f32[h/N, s, t] = softmax(q k^T)
@@ -62,10 +62,10 @@ def attend_and_project(how: Attention, q: Array, k: Array, v: Array, wo: Array) 
     Args:
         q: f[batch, s, kv heads, group, head], this device's heads.
         k, v: f[batch, t, kv heads, head].
-        wo: f[kv heads, group, head, d], its rows of the projection.
+        wo: f[kv heads, group, head, d], its shard of the projection.
 
     Returns:
-        This device's rows of the sum over devices, f[batch, s/N, d].
+        This device's shard of the sum over devices, f[batch, s/N, d].
 
     Raises:
         ValueError: if a slice does not divide into the variant's slices.
@@ -77,7 +77,7 @@ def attend_and_project(how: Attention, q: Array, k: Array, v: Array, wo: Array) 
 def attend_and_project_backward(
     how: Attention, q: Array, k: Array, v: Array, wo: Array, to_result: Array
 ) -> tuple[Array, Array, Array, Array]:
-    """Compute the gradients of q, k, v and wo from those of this device's rows of the result."""
+    """Compute the gradients of q, k, v and wo from that of this device's shard of the result."""
     gradients = _Gradients(_Slices(how, q, k, v, wo))
     gather_under(gradients, to_result, how.axis, how.variant)
     pairs = zip((q, k, v, wo), gradients.accumulated, strict=True)
@@ -131,7 +131,7 @@ class _Gradients:
         self.accumulated: tuple[Array, ...] = ()  # of q, k, v and wo, once the first piece is read
 
     def tie(self, held: dict[Any, Array]) -> dict[Any, Array]:
-        """Tie what is read next: neither it nor the scores beside it start before the last read."""
+        """Tie the next read, so that it and the scores under it start after the last read."""
         if not self.accumulated:
             return held
         (held, self.accumulated) = self.slices.tie((held, self.accumulated))

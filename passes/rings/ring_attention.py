@@ -189,7 +189,7 @@ class _Home:
         return next_read
 
     def finish(self) -> Pair:
-        """Return the own chunk's sums, whole."""
+        """Return the gradients of this device's own key and value chunk, its slices joined."""
         cut = Chunking(1, self.how.variant.slices)
         pairs = [_add(self.sums[j], self.landed.get(j)) for j in sorted(self.sums)]
         to_k, to_v = (

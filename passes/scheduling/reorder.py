@@ -4,7 +4,7 @@ Works on the module's text and gives names in order; `jaxoverlap/_jax/xla_schedu
 into XLA's own module, inside the compiler. Every computation that starts a collective is a problem
 for `passes/estimation/list_schedule.py`, innermost first, as a loop lasts as long as its body's new
 order. Of several rules the fastest that stays under the ceiling is taken; XLA's order is one of
-them. What a computation may use is what the step does at its peak, less what lies around it
+them. A computation may use the step's peak memory minus what its callers keep alive
 (`memory_limits.py`).
 """
 

@@ -1,7 +1,7 @@
 """Run the scheduler pass in a compilation, and report what it found.
 
-`passes/scheduling/reorder.py` finds other orders for a scheduled module; here they are held against
-XLA's by simulation, all of them and without one after the other, and the fastest are kept. Where
+`passes/scheduling/reorder.py` finds other orders for a scheduled module; here they compete with
+XLA's by simulation, all of them and without one after the other, and the fastest are used. Where
 nothing is gained, XLA's stays.
 """
 
@@ -67,7 +67,7 @@ class Scheduled:
         orders: the orders of the computations that were reordered, by name.
         xla: the step in XLA's order; None if nothing was simulated.
         step: the step as it was compiled; None if nothing was simulated.
-        reason: why XLA's order was kept; empty if it was not.
+        reason: why XLA's order is used; empty if it is not.
         seconds: the seconds that the pass took.
         frames: the source lines of what XLA gave the pass; None if it got nothing back.
     """
@@ -125,7 +125,7 @@ def _ms(seconds: float) -> str:
 
 
 class SchedulerCallback:
-    """The pass for one compilation: XLA asks for orders, and `report` tells what came of it."""
+    """The pass for one compilation: XLA calls it for orders, and `report` holds the outcome."""
 
     def __init__(self, options: Scheduler, cost: CostModel):
         self._options, self._cost = options, cost
@@ -159,7 +159,7 @@ def _faster(
     """Drop each order whose removal makes the step faster; return the rest, the step and why none.
 
     An order is found for one computation alone, and without contention: what hides more of its
-    collectives may slow the matmuls beside them by as much.
+    collectives may slow the matmuls that overlap with them by as much.
     """
 
     def replayed(orders: Mapping[str, NewOrder]) -> Timeline:

@@ -1,11 +1,11 @@
-"""Choose how fine to cut each ring, by Lagom's search on the unified model, before any compile.
+"""Choose each ring's number of pieces by Lagom's search on the unified model, before any compile.
 
-Each matmul with a collective that could hide is a communication and its computation: whole, the
-collective in slices, a ring of as many pieces as devices, or one twice as fine. All start whole and
-on one channel (`jaxoverlap.tuning.lagom.search`, arXiv 2602.20656), beside the collectives that no
-matmul is cut for and the rest of the kernels, both as the schedule by rules has them. The results
-are whole plans to compile, best first, and the price of each ring's ways, by which later moves are
-ordered.
+Each matmul with a collective that could hide is a communication and its computation: undivided, the
+collective in slices, a ring of as many pieces as devices, or of twice as many. All start undivided,
+on one channel (`jaxoverlap.tuning.lagom.search`, arXiv 2602.20656), with the collectives for which
+no matmul is split and the other kernels, both as the schedule by rules has them. The results are
+full plans to compile, best first, and the estimated cost of each ring's variants, by which later
+moves are ordered.
 
 This goes beyond the paper: Lagom tunes channels, chunks and threads; granularity as one more
 setting of a communication is this project's design.
@@ -49,7 +49,7 @@ class Site:
     Attributes:
         number: the number of the matmul that it is named after.
         source: "file:line" of its first matmul.
-        ways: how it can be cut, by the number of pieces; 1: left plain.
+        ways: its possible variants, by the number of pieces; 1: not decomposed.
         communication, computation: what it moves, and its matmuls, in the settings of `ways`.
     """
 
@@ -60,7 +60,7 @@ class Site:
     computation: Computation
 
     def pieces(self, variant: Variant) -> int:
-        """Return the number of pieces that a variant cuts it into."""
+        """Return the number of pieces that a variant splits this matmul's collective into."""
         if variant.style == "plain":
             return 1
         ring = self.communication.ring
@@ -105,11 +105,11 @@ def _kernels(members: Sequence[Member], pieces: int, arrives: bool) -> tuple[Ker
 
 @dataclass(frozen=True)
 class GranularityModel:
-    """The sites of a step in the unified model.
+    """The matmuls of a step that could have a ring, in the unified model.
 
     Attributes:
-        sites: the sites, in the order in which they run.
-        problem: their problem, the sites' communications first; None where there are no sites.
+        sites: these matmuls, each with its collective, in the order in which they run.
+        problem: their problem, the matmuls' communications first; None where there are no matmuls.
         every: the plan with all rings that there could be, one-way where nothing is against it.
     """
 
@@ -123,11 +123,11 @@ class GranularityModel:
         return {ring.site: ring for ring in self.every.rings} if self.every else {}
 
     def plans(self, count: int) -> list[dict[int, Variant]]:
-        """List the best ways to cut all sites at once that Lagom's search finds, best first.
+        """List the best variants for all matmuls together that Lagom's search finds, best first.
 
         Args:
-            count: the most to list; any two differ in a tenth of the sites, as the search turns one
-                site after the other and its best are all but the same.
+            count: the most to list; any two differ in a tenth of the matmuls, as the search changes
+                one matmul after the other and its best are all but the same.
         """
         if self.problem is None:
             return []
@@ -147,12 +147,12 @@ class GranularityModel:
         """Return H of cutting a ring in another way: computation added per second not exposed.
 
         Args:
-            number: the number of the site.
-            now, to: how it is cut, and how it would be.
+            number: the matmul's id.
+            now, to: its variant now, and the one to move to.
             waited_s: seconds that kernels wait for it now, as simulated.
 
         Returns:
-            Infinite where nothing is gained, and for a site that the model does not have.
+            Infinite where nothing is gained, and for a matmul that the model does not have.
         """
         if number not in self._places:
             return math.inf
@@ -161,20 +161,20 @@ class GranularityModel:
         return added_s / gained_s if gained_s > 0 else math.inf
 
     def computation_s(self, number: int, variant: Variant) -> float:
-        """Return the seconds of all runs of a site's matmuls, with what cutting them costs."""
+        """Return the seconds of all runs of a ring's matmuls, with the overhead of their chunks."""
         site, j, p = self.sites[self._places[number]], self._places[number], self._problem
         computation = p.communications[j].site
         assert computation is not None
         return site.computation.runs * p.alone_s(computation) * p.in_pieces(j, self._at(j, variant))
 
     def _bare_s(self, number: int, variant: Variant) -> float:
-        """Return a site's communication seconds that nothing can hide, on NCCL's own channels."""
+        """Return a ring's communication seconds that nothing can hide, on NCCL's own channels."""
         j = self._places[number]
         bare = self.sites[j].communication.bare(self.sites[j].pieces(variant))
         return bare * self._problem.seconds(j, self._at(j, variant))
 
     def _at(self, j: int, variant: Variant) -> Place:
-        """Return the place on a site's axes of such a cut, with NCCL's own channels."""
+        """Return the index of a variant on a matmul's setting axes, with NCCL's own channels."""
         pieces = self.sites[j].pieces(variant)
         near = self.sites[j].communication.space.pieces
         place = min(range(len(near)), key=lambda p: abs(near[p] - pieces))
@@ -193,7 +193,7 @@ class GranularityModel:
 def granularity(
     sites: Sequence[Site], rules: Plan, step: Timeline, cost: CostModel
 ) -> GranularityModel:
-    """Model the sites of a step, beside all else that its schedule by rules has.
+    """Model the possible rings of a step, with all other kernels of its schedule by rules.
 
     Args:
         sites: all rings that there could be.
@@ -225,7 +225,7 @@ _OTHERS = SettingSpace(chunk_bytes=(CHUNK_BYTES,))
 def _problem(
     sites: Sequence[Site], others: tuple[Communication, ...], left_s: float, cost: CostModel
 ) -> Makespan:
-    """Model the sites, each followed by an equal part of the other, memory-bound kernels."""
+    """Model the matmuls, each followed by an equal part of the other, memory-bound kernels."""
     part = int(left_s / len(sites) * cost.tables.memory.bytes_per_s)
     computations = [
         c for site in sites for c in (site.computation, Computation(KernelWork((), part)))

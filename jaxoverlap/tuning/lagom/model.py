@@ -1,8 +1,8 @@
-"""Price a step by Lagom's unified model: communications beside computation, by their settings.
+"""Estimate a step by Lagom's unified model of communication overlapped with computation.
 
 Communications run one after the other on one lane, computations on another, from the same moment
 on. A step takes max(X, Y): X, the sum of the communications, by their own settings; Y, the
-computations, slowed while a communication runs beside them and not longer. Two things slow them
+computations, slowed only while a communication overlaps with them. Two things slow them
 (arXiv 2602.20656; the paper's closed forms were not at hand, this is a reconstruction):
 
 - SMs: a channel has one to itself, so matmuls need more waves (`CostModel.matmul_s`).
@@ -12,7 +12,7 @@ computations, slowed while a communication runs beside them and not longer. Two 
   1702.02017), and what it waits for memory comes on top of its arithmetic, as in the base form that
   the tables of matmuls are fitted with. How much of L2 chunks take is `_MOST_OF_L2`.
 
-A communication may belong to the computation that needs it (its site) and be cut in pieces with
+A communication may belong to the computation that needs it (its site) and be split in pieces with
 it. Then one piece of each has nothing to hide behind: a step takes the longer of Y and one piece of
 each such communication, and X and one piece of each site; pieces cost launches and the matmul's
 efficiency. All is arithmetic on `CostModel`; nothing is measured.
@@ -48,7 +48,7 @@ class SettingSpace:
         counts: numbers of channels.
         chunk_bytes: bytes of a channel's chunk.
         threads: threads of a channel.
-        pieces: numbers of pieces that the communication and its site are cut in.
+        pieces: numbers of pieces that the communication and its computation may be split into.
     """
 
     counts: tuple[int, ...] = (1, 2, 4, 8, 16, 24)
@@ -67,12 +67,12 @@ class SettingSpace:
         return (self.counts, self.chunk_bytes, self.threads, self.pieces)
 
     def setting(self, place: Place) -> tuple[Channels, int]:
-        """Return the channels and the number of pieces at a place on the axes."""
+        """Return the channels and the number of pieces at an index on the axes."""
         count, chunk, threads, pieces = (axis[p] for axis, p in zip(self.axes, place, strict=True))
         return Channels(count, chunk, threads), pieces
 
     def near(self, channels: Channels, pieces: int = 1) -> Place:
-        """Return the place of the setting that is nearest, by ratio, on each axis."""
+        """Return the index of the setting that is nearest, by ratio, on each axis."""
         wanted = (channels.count, channels.chunk_bytes, channels.threads, pieces)
         return tuple(
             min(range(len(axis)), key=lambda p, a=axis, w=value: abs(math.log(a[p] / w)))
@@ -91,7 +91,7 @@ class Communication:
         runs: how often it runs, one after the other.
         site: which of the computations needs it (gives it) piece by piece; None: none waits.
         space: the settings that it can have.
-        ring: the devices of the ring that it becomes if cut into as many pieces or a multiple: one
+        ring: the devices of the ring that it becomes if split in so many pieces or a multiple; one
             piece is there from the start, the others are hops. 0: it never does.
     """
 
@@ -108,7 +108,7 @@ class Communication:
         return 0.0 if self._in_hops(pieces) else 1 / pieces
 
     def sent(self, pieces: int) -> tuple[int, Sent]:
-        """Return what a cut makes of it: the number of collectives, and each of them.
+        """Return the number of collectives that it is split into, and the kind and size of each.
 
         An all-reduce in hops is a reduce-scatter's, which a gather follows; `bytes_moved` are of
         both, and both are taken for hops.
@@ -130,7 +130,7 @@ class Computation:
         work: its matmuls and bytes.
         runs: how often it runs, one after the other.
         cut: the kernels of one piece, by the number of pieces; for other numbers, one piece is an
-            equal part of each matmul's rows.
+            equal part of each matmul's first dim.
     """
 
     work: KernelWork
@@ -189,7 +189,7 @@ class Makespan:
         return ModelledStep(communication_s, computation_s, step_s, each_s)
 
     def _beside(self, config: Config, windows: list[float], times: list[float]) -> float:
-        """Sum the seconds of all computations, window by window of what runs beside them."""
+        """Sum the seconds of all computations, window by window of overlapped communication."""
         now, j = 0.0, 0
         window = windows[0] if windows else math.inf
         for i, left in enumerate(times):
@@ -212,16 +212,16 @@ class Makespan:
         return c.runs * self._prices.communication_s(self._alike[j], place)
 
     def alone_s(self, i: int) -> float:
-        """Return the seconds of one run of computation i, with nothing beside it."""
+        """Return the seconds of one run of computation i without overlapped communication."""
         return self._prices.kernel_s(self.computations[i].work, None)
 
     def slowed_s(self, i: int, j: int, place: Place) -> float:
-        """Return the seconds of one run of computation i, all with communication j beside it."""
+        """Return the seconds of one run of computation i, fully overlapped with communication j."""
         beside = self._prices.beside(self._alike[j], place)
         return self._prices.kernel_s(self.computations[i].work, beside)
 
     def in_pieces(self, j: int, place: Place) -> float:
-        """Return how many times longer the site of communication j takes if cut by that setting."""
+        """Return the slowdown of communication j's computation if split by that setting."""
         c = self.communications[j]
         if c.site is None:
             return 1.0
@@ -235,7 +235,7 @@ class Makespan:
 
     @functools.cached_property
     def _alike(self) -> tuple[Communication, ...]:
-        """The communications, those that cost alike a run equal: prices are kept by them."""
+        """The communications, with equal-cost ones normalised to one value, as cache keys."""
         return tuple(replace(c, runs=1, site=None) for c in self.communications)
 
     @functools.cached_property
@@ -312,7 +312,7 @@ class _Prices:
 
 
 def _of(sent: Sent, channels: Channels) -> Channels | None:
-    """Return the channels of a collective; None for a hop, about which NCCL asks no tuner."""
+    """Return the channels of a collective; None for a hop, for which NCCL calls no tuner."""
     return None if sent[0] == PERMUTE else channels
 
 
@@ -329,5 +329,5 @@ def memory_traffic(m: MatmulKernel, cache_bytes: float) -> float:
 
 
 def places(axes: Sequence[int]) -> list[Place]:
-    """List all places on some axes, in order."""
+    """List all index tuples on some axes, in order."""
     return list(itertools.product(*map(range, axes)))

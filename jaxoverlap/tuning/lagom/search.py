@@ -38,7 +38,7 @@ class ModelledStep:
 
     Attributes:
         communication_s: X, the seconds of all communications.
-        computation_s: Y, the seconds of computation, slowed by what runs beside it.
+        computation_s: Y, the seconds of computation, slowed by overlapped communication.
         step_s: Z, the step's seconds, to minimize. max(X, Y) in Lagom's model; never below Y.
         each_s: x, the seconds of each communication.
     """
@@ -122,11 +122,11 @@ def search(
     Args:
         passes: the most passes over the better of both walks' ends; the walks alone are the
             published search.
-        stop: asked before each measurement but that of the default; once it is true, the search
+        stop: called before each measurement but that of the default; once it is true, the search
             ends with the best so far. It serves for a budget of seconds.
 
     Raises:
-        ValueError: if an axis has no settings, or the default does not lie on the axes.
+        ValueError: if an axis has no settings, or the default is not on the axes.
     """
     _check(problem)
     walk = _Walk(problem, stop)
@@ -251,7 +251,7 @@ def _moved(config: Config, j: int, axis: int, by: int, axes: Sequence[int]) -> C
 
 
 def _placed(config: Config, j: int, axis: int, to: int) -> Config:
-    """Return the config with communication j at a place on one of its axes."""
+    """Return the config with communication j moved to an index on one of its axes."""
     place = (*config[j][:axis], to, *config[j][axis + 1 :])
     return (*config[:j], place, *config[j + 1 :])
 
