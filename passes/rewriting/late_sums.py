@@ -287,7 +287,7 @@ class _Late:
         return remat.replace(outvars=outvars, params={**remat.params, "jaxpr": inner})
 
     def shape(self, eqn: Any, cut: _Cut) -> tuple[int, ...]:
-        """Return the shape of a partial sum: the devices along each split dim, then the other dims."""
+        """Return the shape of a partial sum: the devices of each split dim, then other dims."""
         whole = eqn.invars[0].aval.shape
         kept = (n for d, n in enumerate(whole) if d not in eqn.params["axes"])
         return (*(math.prod(self.mesh.shape[a] for a in on) for _, on in cut), *kept)
