@@ -173,7 +173,7 @@ class Transformer:
         known = {field.name for field in fields(cls)}
         if unknown := sorted(set(given) - known):
             near = [m for name in unknown for m in difflib.get_close_matches(name, known, 1, 0.5)]
-            hint = f"; did you mean {', '.join(near)}?" if near else ""
+            hint = f"; did you mean {', '.join(near)}?" if near else "."
             raise ValueError(
                 f"unknown fields {', '.join(unknown)}{hint} Known are {', '.join(sorted(known))}"
             )

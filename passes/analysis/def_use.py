@@ -38,6 +38,9 @@ class DefUse:
         return self._readers.get(var, ())
 
     def only_reader(self, var: Any) -> int | None:
-        """Return the index of the only equation that reads a value; None if others read it too."""
+        """Return the index of the only equation that reads a value.
+
+        None if nothing or several equations read it, or the body returns it.
+        """
         readers = self.readers(var)
         return readers[0] if len(readers) == 1 else None

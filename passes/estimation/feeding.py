@@ -1,9 +1,11 @@
-"""Choose what computes next so that the links are fed: what sets off a collective soonest.
+"""Choose which task computes next: the one that leads to the start of a collective soonest.
 
-Two parts of a batch run through the same layers side by side. By the longest path they would go in
-lockstep, for whichever is behind has the longer path; their collectives would then come together,
-with nothing beside them. What is nearest to its next collective goes first here, so that one part
-runs ahead, and computes while the other's collective is on its way.
+Two parts of a split batch run through the same layers. If the task with the longest path to the end
+always ran first, the parts would advance in lockstep, as the part that is behind has the longer
+path; their collectives would then start together, with no kernel to hide behind. Here the task
+nearest to the start of its next collective runs first, so that one part runs ahead and computes
+while the other part's collective is in flight. (A start is the first of the two HLO instructions of
+an asynchronous collective.)
 """
 
 from __future__ import annotations
@@ -57,12 +59,12 @@ class Feeding:
 def starts_fed(
     flies: Sequence[bool], leads: Sequence[bool], users: Sequence[Sequence[int]]
 ) -> list[tuple[int, ...]]:
-    """List for each of some tasks the starts that it leads to, with no other in between.
+    """List for each of some tasks the starts that it leads to, with no other start in between.
 
     Args:
         flies: whether each task is a start.
-        leads: whether the starts are wanted of each.
-        users: the tasks that need each task; they come after it.
+        leads: whether the list is wanted for each task; the others get an empty one.
+        users: the tasks that need each task; all come after it, so one walk backwards is enough.
     """
     starts = [index for index, is_start in enumerate(flies) if is_start]
     bit = {start: 1 << position for position, start in enumerate(starts)}

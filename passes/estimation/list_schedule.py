@@ -3,11 +3,16 @@
 Plain values, no XLA: `passes/scheduling/reorder.py` makes them of a computation. A list scheduler
 after Graham (1966), with one lane that computes and one for each class of links: it walks through
 time, and always takes the first task of XLA's order that can run. A collective waits for those
-before it on its link and on its communication stream. Two things differ from XLA's own. A start is
-issued as soon as its values are there and its turn has come, so that what it hides behind comes
-after it. And while a collective is on its way, whatever else is ready may run; where a
-rule says so (`turn`), what the longest path to the end hangs on goes first, and all else is kept
-for the waits (Hu, Operations Research 9, 1961).
+before it on its link and on its communication stream. Two things differ from XLA's own scheduler. A
+start is issued as soon as its operands are computed and its lead (`Rule.leads`) is reached, so that
+the kernels that hide it come after it. And while a collective is in flight, any other task that is
+ready may run; where a rule says so (`turn`), the task with the longest path to the end runs first,
+and the others fill the waits (Hu, Operations Research 9, 1961).
+
+Words: a *start* and a *done* are the two HLO instructions of an asynchronous collective; it is *in
+flight* between them. A *lane* is what runs one task at a time: the compute units, or a class of
+links. An *anchored* task is a start or a kernel; any other only names a value, and comes just
+before the first task that needs it.
 """
 
 from __future__ import annotations
@@ -23,13 +28,14 @@ from jaxoverlap.passes.estimation.feeding import Feeding
 from jaxoverlap.passes.estimation.synchronous import synchronous
 from jaxoverlap.passes.estimation.tasks import Problem, Task
 
-# A turn says what computes next: the first of XLA's order; the first of it that is ready; of those
-# that are ready the one from which the path to the end is longest, or that is nearest to its next
-# collective, either at once or after a short wait for one that sets off the next one sooner.
+# A turn says which task computes next. "first": the first one in XLA's order. "ready": the first
+# that is ready. "path": of those that are ready the one with the longest path to the end. "feed":
+# the one that is nearest, in seconds of compute, to the start of its next collective. "wait": the
+# same, or, after a short wait, one that leads to a start sooner.
 Turn = Literal["first", "ready", "path", "feed", "wait"]
 
 _NONE = frozenset[int]()
-_IDLE = 0.25  # of the task that would run instead: the longest such wait
+_IDLE = 0.25  # the longest such wait, as a share of the task that would run instead
 
 
 @dataclass(frozen=True)
@@ -58,7 +64,7 @@ class OrderOutcome:
     Attributes:
         seconds: from the first task to the end of the last, collectives included.
         peak_bytes: the most that is live at a time; operands of the computation not counted.
-        bare: starts of exposed collectives: with no matmul before their done.
+        exposed: starts of the exposed collectives: those with no matmul before their done.
         clashes: how often a collective starts while one is in flight that it must not overlap.
     """
 

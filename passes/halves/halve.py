@@ -35,7 +35,7 @@ RowsOf = Callable[[Any], int | None]
 
 
 def run(step: EditedStep, edits: Sequence[SplitBatch]) -> EditedStep:
-    """Split the batch that an edit names; the step's fact of it is a `Halved`."""
+    """Split the batch that an edit names; `EditedStep.facts` has a `Halved`."""
     (edit,) = edits
     check_sites(step.jaxpr, [(edit.site, edit)])
     operands = dots(step.jaxpr)[edit.site].eqn.invars

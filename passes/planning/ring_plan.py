@@ -179,7 +179,7 @@ class Ring:
 
 @dataclass
 class Sharing:
-    """The rings of one body, and the reasons why its other matmuls have none.
+    """How the matmuls of one body share collectives: its rings, and why other matmuls have none.
 
     Attributes:
         order: the order in which the body's equations then stand.

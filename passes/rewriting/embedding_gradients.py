@@ -83,7 +83,7 @@ class Lookup:
 
 
 def run(step: EditedStep, edits: Sequence[ScatterLookup]) -> EditedStep:
-    """Scatter the gradients that edits name; the step's fact of it is a tuple of `Scattered`."""
+    """Scatter the gradients that edits name; `EditedStep.facts` has a tuple of `Scattered`."""
     every, found = bodies(step.jaxpr), []
     for edit in edits:
         if (lookup := lookup_of(edit, every, step.mesh)) is None:

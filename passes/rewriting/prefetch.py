@@ -37,7 +37,7 @@ from jaxoverlap.plan.edits import GatherAhead, MakeRing
 
 
 def run(step: EditedStep, edits: Sequence[GatherAhead]) -> EditedStep:
-    """Gather what rings and matmuls read gathered ahead; the step's fact of it is `Prefetched`."""
+    """Gather ahead the operands of rings and matmuls; `EditedStep.facts` has a `Prefetched`."""
     (edit,) = edits
     rings = step.facts.get(MakeRing)
     gathered = rings.gathered if rings else {}

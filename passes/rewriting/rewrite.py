@@ -67,7 +67,7 @@ class Rings:
 
     @property
     def decisions(self) -> dict[int, Decision]:
-        """The entries of the matmuls that are rewritten, by their number."""
+        """The plan's `Decision` of each rewritten matmul, by the number of the matmul."""
         found: dict[int, Decision] = {}
         for sharing in self.sharings.values():
             manual = isinstance(sharing, ManualSharing)
@@ -76,7 +76,7 @@ class Rings:
 
 
 def run(step: EditedStep, edits: Sequence[RingEdit]) -> EditedStep:
-    """Make the rings that edits name; the step's fact of it is `Rings`."""
+    """Make the rings that edits name; `EditedStep.facts` has a `Rings`."""
     named: dict[int, RingEdit] = {}
     for edit in edits:
         for matmul in edit.matmuls if isinstance(edit, MakeRing) else (edit.matmul,):
@@ -101,7 +101,7 @@ def _placed(
     if not written:
         return placed(body, edits, sizes)
     if len(written) < len(edits) or body.dots[0].manual is None:
-        raise misfit(written[0], "rings beside collectives of the user's are in a shard_map")
+        raise misfit(written[0], "it names a collective of the user's outside of a shard_map")
     return placed_manual(body, written)
 
 

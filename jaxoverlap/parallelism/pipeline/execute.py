@@ -45,7 +45,7 @@ def value_and_grad(
     pass; cotangents go the other way, overlapped with a forward pass.
 
     jaxpr: scan over warm-up ticks {stage, ppermute}; scan {ppermute, stage, ppermute, vjp}; scan
-    over the last ticks {ppermute, vjp}; a psum over `data`; all inside a shard_map whose manual
+    over the last ticks {ppermute, vjp}; a pmean over `data`; all inside a shard_map whose manual
     axes are `axis` and those of `data`.
 
     Gradients are added up in float32, and given in the weights' dtype. Those of `shared` are made
@@ -62,8 +62,8 @@ def value_and_grad(
         pieces: of each device (interleaving).
         axis: the stages.
         data: axes of the mesh over which the batch's second dim is split and no weight is.
-            Gradients are summed over them once a step, and not in every micro-batch, which is all
-            that automatic axes can do. The functions see one device's shard over these axes, and
+            Gradients are averaged over them once a step; with automatic axes XLA would do so in
+            every micro-batch. The functions see one device's shard over these axes, and
             may not constrain anything over them; losses are means, so that theirs is averaged.
 
     Returns:
@@ -275,7 +275,7 @@ def data_axes(mesh: Mesh, data: Sequence[str]) -> tuple[str, ...]:
 
 
 def rows_of(batch: Tree, data: tuple[str, ...]) -> Tree:
-    """Return the specs of a batch [micro-batch, sequence, ...], sharded over `data`."""
+    """Return the specs of a batch [micro-batch, example, ...], its examples sharded over `data`."""
     return jax.tree.map(lambda leaf: P(None, data) if data and leaf.ndim > 1 else P(), batch)
 
 

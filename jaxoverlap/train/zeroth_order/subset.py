@@ -59,7 +59,8 @@ def lora(
         rank: of the adapters.
         where: (a parameter's path) -> whether it gets one.
         seed: of a's values, normal of variance 1 / in.
-        inputs: how many dims a weight has behind its input dim; dims before that are stacked.
+        inputs: the number of output dims of a weight, those after its input dim; dims before that
+            are stacked.
 
     Raises:
         ValueError: if no parameter is taken, one has too few dims, or the rank is below 1.
