@@ -19,7 +19,7 @@ export JAX_PLATFORMS
 
 # Tests that compile nothing, or next to nothing.
 QUICK := $(addprefix tests/,plan cost flags parallelism profiling passes/analysis passes/estimation passes/layouts \
-	passes/manual passes/planning passes/rewriting passes/scheduling docs/test_words.py test_packages.py)
+	passes/manual passes/planning passes/scheduling docs/test_words.py test_packages.py)
 
 .PHONY: help install demo check quick test docs lint format lines nightly lab lock clean FORCE
 
@@ -44,7 +44,7 @@ check: install ## lint, types and the tests that compile nothing; for every edit
 	@$(MAKE) --no-print-directory --jobs 2 lint quick
 
 quick: install ## the tests that compile nothing
-	$(BIN)/pytest -q --ignore tests/parallelism/pipeline $(QUICK)
+	$(BIN)/pytest -q -n $(WORKERS) -m "not nightly and not pods" --ignore tests/parallelism/pipeline $(QUICK)
 
 test: lint ## check everything: lint, types, import order, tests
 	$(PYTEST)
