@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -22,11 +22,11 @@ class EditedStep:
     Attributes:
         jaxpr: the step, flattened.
         mesh: its mesh.
-        arguments: how each of its arguments lies; None where that is not known.
+        arguments: the sharding of each of its arguments; None where that is not known.
         edits: the edits, in order.
         before: the step before the last kind of edits; None for one that was not edited.
         untyped: the step as types were dropped from it; None where they were not.
-        facts: what passes tell of what they did, by the kind of their edits.
+        facts: the results of passes besides the jaxpr, by the kind of their edits.
     """
 
     jaxpr: Any
@@ -71,14 +71,13 @@ class EditedStep:
         return [*(self.before.stages if self.before else ()), self]
 
 
-def check_sites(jaxpr: Any, edits: Iterable[tuple[int, Edit]]) -> None:
+def check_sites(known: Collection[int], edits: Iterable[tuple[int, Edit]]) -> None:
     """Refuse an edit that names a matmul that is not there.
 
     Args:
-        jaxpr: the step.
+        known: the numbers of the step's matmuls.
         edits: numbers of matmuls, each with the edit that names it.
     """
-    known = {dot.index for dot in dots(jaxpr)}
     for site, edit in edits:
         if site not in known:
             raise misfit(edit, f"the step has {len(known)} matmuls, counted from 0, and no {site}")

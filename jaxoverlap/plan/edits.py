@@ -309,7 +309,7 @@ ORDER: tuple[tuple[type[_Edit], ...], ...] = (
 )
 _AFTER_SPLIT = 3
 # Plans number matmuls as they are before these.
-AFTER_NUMBERING = (ScatterLookup, MakeRing, ReadGathered, GatherAhead, SumLate, ShareViews)
+AFTER_NUMBERING = tuple(kind for kinds in ORDER[_AFTER_SPLIT + 1 :] for kind in kinds)
 
 
 def in_order(edits: Iterable[Edit]) -> list[Edit]:

@@ -14,27 +14,28 @@ RIVAL_LAYOUT = 1.15
 # If the split step is faster by this share, the other ring candidates are not estimated: they
 # seldom gain more on the first ones.
 SKIP_RINGS_GAIN = 0.05
-# What unrolling scans has to gain, as it needs more memory. By simulation a MaxText step with an
+# Unrolling scans has to gain this, as it needs more memory. By simulation a MaxText step with an
 # estimated gain of 0.78% took 1.6% longer, and a 7B step with 0.91% was faster.
 UNROLL_GAIN = 0.008
-# What sums that leave their scan have to gain: they move no fewer bytes, and need no more memory.
+# Sums that leave their scan have to gain this: they move as many bytes, and need no more memory.
 LATE_SUMS_GAIN = 0.002
-# What a second communication stream has to gain, as NCCL then has two orders.
+# A second communication stream has to gain this, as NCCL then has two orders.
 STREAM_GAIN = 0.01
 
 # -- how much memory a candidate may need ----------------------------------------------------------
 
 # The share of a device's memory above which XLA rematerializes values.
 XLA_MEMORY_SHARE = 0.8
-# Of a layout, times the step's without pins.
+# A layout may need this many times the memory of the step without pins.
 LAYOUT_MEMORY = 1.05
-# Of a split step, times the original step's.
+# A split step may need this many times the memory of the original step.
 SPLIT_MEMORY = 1.15
 # Unrolled scans need up to this many times the memory that is estimated for them.
 UNROLLED_MEMORY = 1.3
-# Of weights gathered a layer ahead where memory is short, times the original step's.
+# Where memory is short, a step whose weights are gathered a layer ahead may need this many times
+# the memory of the original step.
 LAYERS_AHEAD_MEMORY = 1.05
-# Of a tuned plan, times the compiled original step's.
+# A tuned plan may need this many times the memory of the compiled original step.
 TUNED_MEMORY = 1.15
 
 # -- what is compiled ------------------------------------------------------------------------------

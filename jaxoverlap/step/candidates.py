@@ -33,7 +33,6 @@ from jaxoverlap.passes.planning.ring_plan import Ring
 from jaxoverlap.passes.planning.terms import Terms
 from jaxoverlap.passes.rewriting.embedding_gradients import lookups
 from jaxoverlap.passes.rewriting.late_sums import late_sums
-from jaxoverlap.passes.rewriting.prefetch import joined_bytes
 from jaxoverlap.passes.rewriting.scatter_sums import (
     Decide,
     Decided,
@@ -55,6 +54,7 @@ from jaxoverlap.plan.edits import (
 )
 from jaxoverlap.plan.limits import FEW_CANDIDATES, GAIN, LATE_SUMS_GAIN
 from jaxoverlap.plan.plan import Plan
+from jaxoverlap.step.check_plan import evidence_of
 from jaxoverlap.step.context import StepContext
 from jaxoverlap.step.halves import in_halves, in_parts, safe_terms, seconds
 from jaxoverlap.step.layouts import Unringed, changed, with_layouts
@@ -139,14 +139,13 @@ def _with_late_sums(
     if not late:
         return candidate
     edited = apply(base, [*late, ShareViews()])
-    new = replace(candidate, edited=edited)
-    spmd = _partitioned(step, new)
+    spmd = step.partitioned_after(edited)
     step_s = step.seconds(spmd)
     pays = step_s is not None and step_s < seconds(candidate) * (1 - LATE_SUMS_GAIN)
     if changed(step.plain, spmd) or not (pays or anyway):
         return candidate
     plan = msgspec.structs.replace(candidate.plan, edits=edited.edits)
-    return replace(new, plan=plan, step_s=step_s, spmd=spmd)
+    return replace(candidate, plan=plan, edited=edited, step_s=step_s, spmd=spmd)
 
 
 class _Candidates:
@@ -171,7 +170,7 @@ class _Candidates:
         if candidate.edited is self._step.edited:
             plain = self._step.plain
             return replace(candidate, step_s=self._step.seconds(plain), spmd=plain)
-        after = _partitioned(self._step, candidate)
+        after = self._step.partitioned_after(candidate.edited)
         if why := changed(self._step.plain, after):
             return self._without_rings(candidate, why)
         if self._terms.prices is None:
@@ -262,7 +261,7 @@ class _Candidates:
 
         None also if layers that are gathered ahead need more memory than there is.
         """
-        after = _partitioned(self._step, candidate)
+        after = self._step.partitioned_after(candidate.edited)
         plain, cost = self._step.plain, self._step.cost
         if after.joined_bytes and cost and exceeds(plain, after, cost):
             return None, after
@@ -373,12 +372,6 @@ def _axis_by_axis(first: Decided) -> Iterator[dict[int, str]]:
         }
 
 
-def _partitioned(step: StepContext, candidate: StepCandidate) -> SpmdProgram:
-    """Return the partitioned program of a rewritten step."""
-    spmd = step.partitioned(candidate.edited.jaxpr, ask=False)
-    return replace(spmd, joined_bytes=joined_bytes(candidate.edited))
-
-
 def rewrites(edited: EditedStep) -> bool:
     """Return whether edits change anything but the sharding of values."""
     return edited.has(MakeRing, ReadGathered, ScatterLookup, SumLate)
@@ -397,7 +390,7 @@ def _decided(step: EditedStep, shardings: Mapping[Any, Shardings], terms: Terms)
     edits: list[Edit] = [lookup.edit for lookup in known]
     for number in {**sharings, **manual}:
         edits += manual_edits(manual[number]) if number in manual else edits_of(sharings[number])
-    return Decided(shardings, entries, sharings, tuple(edits))
+    return Decided(entries, sharings, tuple(edits))
 
 
 def _finished(
@@ -430,9 +423,7 @@ def _finished(
         mesh=dict(step.mesh.shape),
         edits=edited.edits,
         entries=decided.entries,
-        prefetched=edited.facts[GatherAhead].gathers if edited.has(GatherAhead) else 0,
-        joined_bytes=joined_bytes(edited),
-        scattered=edited.facts.get(ScatterLookup, ()),
+        **evidence_of(edited),
         sums=tuple(ScatteredSum(site=i, dim=p.dim, axes=p.axes) for i, p in decided.sums.items()),
         layouts=unringed and unringed.layouts,
         halves=unringed and unringed.halves,

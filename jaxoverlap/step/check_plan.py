@@ -244,7 +244,7 @@ def followed(plan: Plan, edited: EditedStep, name: str, origin: MadeFor) -> Plan
         name: the step's name.
         origin: what a plan for this step is made for.
     """
-    rings, ahead = edited.facts.get(MakeRing), edited.facts.get(GatherAhead)
+    rings = edited.facts.get(MakeRing)
     decisions = rings.decisions if rings else {}
     before = {entry.site: entry for entry in plan.entries}
     entries = (
@@ -254,11 +254,19 @@ def followed(plan: Plan, edited: EditedStep, name: str, origin: MadeFor) -> Plan
         plan,
         step=name,
         entries=plan.entries if plan.plain else tuple(entries),
-        scattered=edited.facts.get(ScatterLookup, ()),
-        prefetched=ahead.gathers if ahead else 0,
-        joined_bytes=joined_bytes(edited),
         made_for=origin,
+        **evidence_of(edited),
     )
+
+
+def evidence_of(edited: EditedStep) -> dict[str, Any]:
+    """Return the fields of a plan that say what its edits gather ahead and scatter."""
+    ahead = edited.facts.get(GatherAhead)
+    return {
+        "prefetched": ahead.gathers if ahead else 0,
+        "joined_bytes": joined_bytes(edited),
+        "scattered": edited.facts.get(ScatterLookup, ()),
+    }
 
 
 def _entry(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Hashable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import jax
@@ -24,6 +24,7 @@ from jaxoverlap.passes.analysis.mesh import explicit_axes, find_mesh
 from jaxoverlap.passes.analysis.partitioned import SpmdProgram, partitioned
 from jaxoverlap.passes.edited import EditedStep
 from jaxoverlap.passes.estimation.estimate import Estimate, estimate
+from jaxoverlap.passes.rewriting.prefetch import joined_bytes
 from jaxoverlap.plan.edits import DropTypes
 from jaxoverlap.plan.plan import MadeFor
 from jaxoverlap.plan.streams import Streams
@@ -92,6 +93,11 @@ class StepContext:
     def partitioned(self, jaxpr: Any, *, ask: bool = True) -> SpmdProgram:
         """Partition what the step becomes; `ask` and errors as in `analysis.partitioned`."""
         return partitioned(self.traced, jaxpr, self.mesh, ask=ask)
+
+    def partitioned_after(self, edited: EditedStep) -> SpmdProgram:
+        """Partition the step after edits; errors as in `analysis.partitioned`."""
+        spmd = partitioned(self.traced, edited.jaxpr, edited.mesh, ask=False)
+        return replace(spmd, joined_bytes=joined_bytes(edited))
 
     def once[T](self, question: Hashable, find: Callable[[], T]) -> T:
         """Return the answer to a question, computed on the first call and cached.

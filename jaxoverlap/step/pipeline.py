@@ -21,7 +21,6 @@ from jaxoverlap.passes.edited import EditedStep
 from jaxoverlap.passes.planning.profit import RingCosts
 from jaxoverlap.passes.planning.terms import Requests, Terms
 from jaxoverlap.passes.rewriting.pin_results import pinned_results
-from jaxoverlap.passes.rewriting.prefetch import joined_bytes
 from jaxoverlap.plan.edits import DropTypes, Edit, PinResults, in_order
 from jaxoverlap.plan.limits import GAIN, STREAM_GAIN
 from jaxoverlap.plan.plan import Plan
@@ -106,8 +105,7 @@ def estimated(step: StepContext, edits: Iterable[Edit]) -> float | None:
         UserError, RewriteError: as `apply`, and if XLA does not partition the step.
     """
     edited = apply(step.edited, edits)
-    after = replace(step, edited=edited, answers={})
-    spmd = replace(after.partitioned(edited.jaxpr, ask=False), joined_bytes=joined_bytes(edited))
+    spmd = step.partitioned_after(edited)
     return None if changed(step.plain, spmd) else step.seconds(spmd)
 
 

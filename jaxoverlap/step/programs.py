@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 import itertools
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from jaxoverlap._jax import compat
@@ -12,7 +12,6 @@ from jaxoverlap.passes.analysis.errors import RewriteError
 from jaxoverlap.passes.analysis.mesh import unread
 from jaxoverlap.passes.edited import EditedStep
 from jaxoverlap.passes.rewriting.one_view import with_one_view
-from jaxoverlap.passes.rewriting.prefetch import joined_bytes
 from jaxoverlap.step.context import StepContext
 from jaxoverlap.step.pipeline import PassResult
 
@@ -67,12 +66,10 @@ def _seconds(step: StepContext, stage: EditedStep) -> float | None:
     """Estimate a step after some edits."""
     if step.cost is None or unread(stage.mesh):
         return None
-    step = step if step.mesh == stage.mesh else replace(step, edited=stage, answers={})
     try:
-        spmd = step.partitioned(with_one_view(stage.jaxpr), ask=False)
+        return step.seconds(step.partitioned_after(stage.to(with_one_view(stage.jaxpr))))
     except RewriteError:
         return None
-    return step.seconds(replace(spmd, joined_bytes=joined_bytes(stage)))
 
 
 def _diff(before: str, after: str) -> str:

@@ -78,11 +78,10 @@ def seeds(
         model: knows all rings that there could be, and how best to split them.
     """
     model = model or GranularityModel()
-    for_all_rings = [
-        Candidate(f"lagom {place}", in_ways(model.every, cut))
-        for place, cut in enumerate(model.plans(_PLANS) if model.every else (), 1)
-        if model.every
-    ]
+    for_all_rings = list[Candidate]()
+    if (every := model.every) is not None:
+        cuts = enumerate(model.plans(_PLANS), 1)
+        for_all_rings += [Candidate(f"lagom {place}", in_ways(every, cut)) for place, cut in cuts]
     none = dict.fromkeys((ring.site for ring in rules.rings), Variant("plain"))
     for_all_rings += [Candidate("no rings", in_ways(rules, none))] if none else []
     if rules.prefetched and not rules.cut:

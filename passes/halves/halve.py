@@ -37,8 +37,9 @@ RowsOf = Callable[[Any], int | None]
 def run(step: EditedStep, edits: Sequence[SplitBatch]) -> EditedStep:
     """Split the batch that an edit names; `EditedStep.facts` has a `Halved`."""
     (edit,) = edits
-    check_sites(step.jaxpr, [(edit.site, edit)])
-    operands = dots(step.jaxpr)[edit.site].eqn.invars
+    every = dots(step.jaxpr)
+    check_sites(range(len(every)), [(edit.site, edit)])
+    operands = every[edit.site].eqn.invars
     if not (0 <= edit.operand < len(operands) and 0 <= edit.dim < operands[edit.operand].aval.ndim):
         raise misfit(edit, f"matmul {edit.site} has no such dim")
     dims, sizes = DimNames(step.jaxpr), dict(step.mesh.shape)

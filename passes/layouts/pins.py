@@ -18,7 +18,7 @@ from jax.sharding import Mesh
 
 from jaxoverlap._jax import compat
 from jaxoverlap.passes.analysis.einsum import Spec
-from jaxoverlap.passes.analysis.jaxprs import Body, Dot, bodies, map_bodies
+from jaxoverlap.passes.analysis.jaxprs import Body, Dot, bodies, dots, map_bodies
 from jaxoverlap.passes.analysis.reshards import Reshards
 from jaxoverlap.passes.edited import EditedStep, check_sites
 from jaxoverlap.passes.rewriting.pin_results import constrained, dims_of
@@ -30,7 +30,7 @@ Pins = Mapping[int, Spec]
 
 def run(step: EditedStep, edits: Sequence[Pin]) -> EditedStep:
     """Pin the results that edits name."""
-    check_sites(step.jaxpr, ((edit.site, edit) for edit in edits))
+    check_sites({dot.index for dot in dots(step.jaxpr)}, ((edit.site, edit) for edit in edits))
     return step.to(pinned(step.jaxpr, {edit.site: edit.spec for edit in edits}, step.mesh))
 
 

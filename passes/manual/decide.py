@@ -33,6 +33,7 @@ from jaxoverlap.passes.manual.find import ManualRing, ManualSite, Sites, possibl
 from jaxoverlap.passes.manual.reasons import crossed, refusal_of, spread, why_not
 from jaxoverlap.passes.planning.decide import variant_of
 from jaxoverlap.passes.planning.entries import names_of, reader_entry, ring_entry, skip_of
+from jaxoverlap.passes.planning.ring_edits import check_variant
 from jaxoverlap.passes.planning.terms import Requests
 from jaxoverlap.plan.decisions import Decision, Reason, Skip, Variant
 from jaxoverlap.plan.edits import EditedMatmul, MakeRing
@@ -219,7 +220,7 @@ def manual_edits(sharing: ManualSharing) -> Iterator[MakeRing]:
 
 
 def placed_manual(body: Body, edits: Iterable[MakeRing]) -> ManualSharing:
-    """Find what edits name in a manual body, and the order in which its equations then stand.
+    """Find what edits name in a manual body, and the order of its equations after them.
 
     Raises:
         UserError: if an edit does not fit the body.
@@ -238,10 +239,9 @@ def placed_manual(body: Body, edits: Iterable[MakeRing]) -> ManualSharing:
             raise misfit(edit, "no collective of the user's is there beside these matmuls")
         if (ring.kind, ring.axis) != (edit.kind, edit.axis):
             raise misfit(edit, f"the collective there is {ring.kind} over {ring.axis}")
-        fits, why = variant_of(ring.kind, ring.chunk, edit.variant)
-        if fits != edit.variant:
-            raise misfit(edit, why or f"its pieces can travel as {fits}")
-        if not _place(sharing, dataclasses.replace(ring, sites=of_it, variant=fits), ()):
+        check_variant(edit, ring.chunk)
+        ring = dataclasses.replace(ring, sites=of_it, variant=edit.variant)
+        if not _place(sharing, ring, ()):
             raise misfit(edit, "one of them waits for another")
     for ring in sharing.rings:
         if ring.arrives:

@@ -73,7 +73,7 @@ def _moves(operand: Literal[0, 1], value: Value, sharing: Sharing) -> list[Early
 
 
 def placed(body: Body, edits: Iterable[RingEdit], axis_sizes: Mapping[str, int]) -> Sharing:
-    """Find what edits name in a body, and the order in which its equations then stand.
+    """Find what edits name in a body, and the order of its equations after them.
 
     Args:
         body: the body.
@@ -118,9 +118,7 @@ class _Placing:
             raise misfit(edit, "the value that they would share lies otherwise for some of them")
         if edit.keep and not (ring.arrives and ring.can_keep()):
             raise misfit(edit, "what it moves cannot be kept whole")
-        fits, why = variant_of(ring.kind, ring.first.chunk(), edit.variant)
-        if fits != edit.variant:
-            raise misfit(edit, why or f"its pieces can travel as {fits}")
+        check_variant(edit, ring.first.chunk())
         together = [member.dot.position for member in members]
         if not ring.arrives and len(members) > 1:
             ring.total, added = sum_of(self.body, [member.end.var for member in members])
@@ -174,6 +172,13 @@ class _Placing:
             for ring in self.placed.arriving(value):
                 if ring.keep and not any(member is own for own in ring.members):
                     self.placed.order.put_after(ring.position, member.dot.position)
+
+
+def check_variant(edit: MakeRing, chunk: int) -> None:
+    """Refuse a ring whose variant does not fit its chunk size."""
+    fits, why = variant_of(edit.kind, chunk, edit.variant)
+    if fits != edit.variant:
+        raise misfit(edit, why or f"its pieces can travel as {fits}")
 
 
 def _hoist(var: Any, move: EarlyMove) -> Hoist:

@@ -84,9 +84,9 @@ class Lookup:
 
 def run(step: EditedStep, edits: Sequence[ScatterLookup]) -> EditedStep:
     """Scatter the gradients that edits name; `EditedStep.facts` has a tuple of `Scattered`."""
-    every, found = bodies(step.jaxpr), []
+    every, found = list(_scatter_adds(bodies(step.jaxpr))), []
     for edit in edits:
-        if (lookup := lookup_of(edit, every, step.mesh)) is None:
+        if (lookup := _lookup_of(edit, every, step.mesh)) is None:
             raise misfit(edit, "no gradient of a lookup is there")
         found.append(lookup)
     entries = tuple(lookup.entry(step.mesh.shape) for lookup in found)
@@ -120,12 +120,15 @@ def lookups(
     return known
 
 
-def lookup_of(edit: ScatterLookup, every: Sequence[Body], mesh: Mesh) -> Lookup | None:
+def _lookup_of(
+    edit: ScatterLookup, every: Sequence[tuple[Body, int, Any]], mesh: Mesh
+) -> Lookup | None:
     """Find the lookup that an edit names; None if no gradient of one is there."""
-    found = dict(enumerate(_scatter_adds(every))).get(edit.number)
-    if found is None or not _starts_from_zeros(found[0], found[2]) or not _adds_rows(found[2]):
+    if not 0 <= edit.number < len(every):
         return None
-    body, _, eqn = found
+    body, _, eqn = every[edit.number]
+    if not _starts_from_zeros(body, eqn) or not _adds_rows(eqn):
+        return None
     scatters = tuple(
         (dim, axis, Chunking(mesh.shape[axis], outer=outer)) for dim, axis, outer in edit.scatters
     )

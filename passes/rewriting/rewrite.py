@@ -82,10 +82,10 @@ def run(step: EditedStep, edits: Sequence[RingEdit]) -> EditedStep:
         for matmul in edit.matmuls if isinstance(edit, MakeRing) else (edit.matmul,):
             if named.setdefault(matmul.site, edit) is not edit:
                 raise misfit(edit, f"matmul {matmul.site} is in another ring too")
-    check_sites(step.jaxpr, named.items())
-    sizes = dict(step.mesh.shape)
+    every, sizes = bodies(step.jaxpr), dict(step.mesh.shape)
+    check_sites({dot.index for body in every for dot in body.dots}, named.items())
     sharings: dict[int, Sharing | ManualSharing] = {}
-    for body in bodies(step.jaxpr):
+    for body in every:
         here = list({id(e): e for dot in body.dots if (e := named.get(dot.index))}.values())
         if here:
             sharings[body.index] = _placed(body, here, sizes)

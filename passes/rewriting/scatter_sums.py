@@ -56,14 +56,12 @@ class Decided:
     """The decisions for a step.
 
     Attributes:
-        shardings: the shardings of its matmuls.
         entries: the decision on each matmul.
         sharings: the rings of each body, by its number.
         edits: the edits that make these rings, and scatter the gradients of lookups.
         sums: the sums of activations that stay scattered, by the number of the matmul.
     """
 
-    shardings: Mapping[Any, Shardings]
     entries: tuple[Decision | Skip, ...]
     sharings: Mapping[int, Sharing]
     edits: tuple[Edit, ...]
