@@ -24,7 +24,7 @@ import numpy as np
 from jax.experimental import topologies
 from jax.sharding import AxisType, Mesh
 
-from jaxoverlap._jax import fused_attention, jits
+from jaxoverlap._jax import fused_attention, grouped_matmuls, jits
 from jaxoverlap.hardware.cluster import Chip, Cluster, chips, parse_cluster
 
 # The plugins that bring XLA's GPU compiler, newest first: module, and the package it comes in.
@@ -129,6 +129,7 @@ def devices(pod: Cluster) -> tuple[Any, ...]:
     gpus = _devices(described)
     _described[gpus[0].client] = described
     fused_attention.answers_for(pod.chip.compute_capability)
+    grouped_matmuls.install()
     return gpus
 
 

@@ -272,6 +272,6 @@ def _sent(kind: str, n: int, operands: list[int], result: int) -> int:
         return 2 * sum(operands) * (n - 1) // n
     if kind in ("reduce-scatter", "all-to-all"):
         return sum(operands) * (n - 1) // n
-    if kind == "ragged-all-to-all":  # the other operands are its result and where slices lie
-        return operands[0] * (n - 1) // n
+    if kind == "ragged-all-to-all":  # what is sent, where it goes, and four lists of sizes
+        return min(operands[:2]) * (n - 1) // n  # the larger one has room to spare
     return sum(operands)
