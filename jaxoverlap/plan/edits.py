@@ -280,6 +280,23 @@ class SumLate(_Edit, frozen=True, kw_only=True):
         return f"add up result {self.output} of scan {self.scan} over {', '.join(axes)} behind it"
 
 
+class SplitExchange(_Edit, frozen=True, kw_only=True):
+    """What a `shard_map` of the user's exchanges goes in chunks of its columns.
+
+    Attributes:
+        shard_map: which of the step's it is.
+        parts: the number of chunks.
+    """
+
+    applied_by = "rewriting.split_exchange"
+
+    shard_map: int
+    parts: int
+
+    def __str__(self) -> str:
+        return f"exchange the columns of shard_map {self.shard_map} in {self.parts} chunks"
+
+
 class ShareViews(_Edit, frozen=True, kw_only=True):
     """Dims of size 1 are left out once for all matmuls that read a value."""
 
@@ -291,7 +308,7 @@ class ShareViews(_Edit, frozen=True, kw_only=True):
 
 Edit = (
     DropTypes | GatherTable | Pin | PinResults | SplitBatch | ScatterLookup | ReadGathered
-    | MakeRing | GatherAhead | SumLate | ShareViews
+    | MakeRing | GatherAhead | SumLate | SplitExchange | ShareViews
 )  # fmt: skip
 
 
@@ -305,6 +322,7 @@ ORDER: tuple[tuple[type[_Edit], ...], ...] = (
     (MakeRing, ReadGathered),
     (GatherAhead,),
     (SumLate,),
+    (SplitExchange,),
     (ShareViews,),
 )
 _AFTER_SPLIT = 3

@@ -380,6 +380,32 @@ def _unstack(eqn: Any) -> DimRule:
     return DimRule((factors,), ((*factors[:axis], *factors[axis + 1 :]),) * len(eqn.outvars))
 
 
+def _all_to_all(eqn: Any) -> DimRule | None:
+    split, concat = eqn.params["split_axis"], eqn.params["concat_axis"]
+    return _exchanged(eqn, {split, concat}) if eqn.params["tiled"] else None
+
+
+def _gathered(dim: str) -> Callable[[Any], DimRule | None]:
+    """A rule of gathers and scatters of manual axes, whose other dims keep their factors."""
+    return lambda eqn: _exchanged(eqn, {eqn.params[dim]}) if eqn.params["tiled"] else None
+
+
+def _exchanged(eqn: Any, moved: set[int]) -> DimRule:
+    """Dims but those along which elements go to other devices keep their factors."""
+    factors = _own(0, eqn.invars[0])
+    result = _replaced(factors, {d: ("moved", d) for d in moved})
+    return DimRule((factors,), (result,), mixed=frozenset(factors[d] for d in moved))
+
+
+def _ragged_all_to_all(eqn: Any) -> DimRule:
+    """Rows go where the lists of sizes say; other dims keep their factors."""
+    operand, result = _own(0, eqn.invars[0]), _own(1, eqn.invars[1])
+    result = (result[0], *operand[1:])
+    lists = tuple(_own(i, v) for i, v in enumerate(eqn.invars[2:], 2))
+    mixed = {operand[0], result[0], *(f for factors in lists for f in factors)}
+    return DimRule((operand, result, *lists), (result,), mixed=frozenset(mixed))
+
+
 _RULES: dict[str, Callable[[Any], DimRule | None]] = {
     "dot_general": _dot_general,
     "ragged_dot_general": _ragged_dot_general,
@@ -416,7 +442,14 @@ _RULES: dict[str, Callable[[Any], DimRule | None]] = {
     **dict.fromkeys(
         ("scatter", "scatter-add", "scatter-mul", "scatter-min", "scatter-max"), _scatter
     ),
+    "all_to_all": _all_to_all,
+    "ragged_all_to_all": _ragged_all_to_all,
+    **dict.fromkeys(("all_gather", "all_gather_invariant"), _gathered("all_gather_dimension")),
+    "reduce_scatter": _gathered("scatter_dimension"),
     "stack": _stack,
     "unstack": _unstack,
-    **dict.fromkeys(("optimization_barrier", "device_put"), _one_by_one),
+    **dict.fromkeys(
+        ("optimization_barrier", "device_put", "psum", "psum_invariant", "pvary", "ppermute"),
+        _one_by_one,
+    ),
 }

@@ -1,0 +1,155 @@
+"""A mixture of experts with ragged exchanges, as MaxText, marin and tunix write theirs.
+
+Inside a `shard_map` over all axes: tokens are sorted by expert, sent to the devices of their
+experts (`ragged_all_to_all`), sorted by expert there, multiplied (`ragged_dot`), and sent back.
+XLA:CPU has no ragged all-to-all; `on_cpu` lowers it to gathers.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax._src.interpreters import mlir  # noqa: TID251 # XLA:CPU lacks one operation
+from jax._src.lax.parallel import ragged_all_to_all_p  # noqa: TID251
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+
+@functools.cache
+def on_cpu() -> None:
+    """Lower ragged all-to-alls for CPU devices, once a process."""
+
+    def gathered(operand, output, offsets, sent, there, _, *, axis_name, **__):
+        me = lax.axis_index(axis_name)
+        every = lax.all_gather(operand, axis_name)
+        offsets, sent, there = (lax.all_gather(v, axis_name)[:, me] for v in (offsets, sent, there))
+        row = jnp.arange(output.shape[0])[:, None]
+        mine = (there <= row) & (row < there + sent)  # [rows, devices]
+        sender = jnp.argmax(mine, 1)
+        found = every[sender, (offsets - there)[sender] + row[:, 0]]
+        some = mine.any(1).reshape(-1, *(1,) * (output.ndim - 1))
+        return jnp.where(some, found, output)
+
+    lowering = mlir.lower_fun(gathered, multiple_results=False)
+    mlir.register_lowering(ragged_all_to_all_p, lowering, platform="cpu")
+
+
+def experts(x, p, *, axis: str, choices: int, room: int):
+    """x [batch, sequence, width] of one device -> the same shape.
+
+    Args:
+        x: its tokens.
+        p: router [width, experts], and gate, up [own experts, width, mlp], down [.., mlp, width].
+        axis: the mesh axis of the experts.
+        choices: experts of a token.
+        room: rows of the buffer for the tokens that come.
+    """
+    devices, me = lax.axis_size(axis), lax.axis_index(axis)
+    own, count = p["up"].shape[0], p["router"].shape[1]
+    tokens = x.reshape(-1, x.shape[-1])
+    weights, chosen = lax.top_k(jax.nn.softmax((tokens @ p["router"]).astype(jnp.float32)), choices)
+    order = jnp.argsort(chosen.reshape(-1))
+    sizes = lax.all_gather(jnp.bincount(chosen.reshape(-1), length=count), axis)
+    between = sizes.reshape(devices, devices, own).sum(-1)  # [from, to]
+    starts = jnp.cumsum(between, 1) - between  # of what each sends, at home
+    there = jnp.cumsum(between, 0) - between  # and at the other end
+
+    def empty(rows: int):
+        return jnp.zeros((rows, x.shape[-1]), x.dtype)
+
+    came = lax.ragged_all_to_all(
+        tokens[order // choices], empty(room),
+        starts[me], between[me], there[me], between[:, me], axis_name=axis,
+    )  # fmt: skip
+    mine = lax.dynamic_slice_in_dim(sizes, me * own, own, 1)
+    of_row = jnp.repeat(
+        jnp.tile(jnp.arange(own), devices), mine.reshape(-1), total_repeat_length=room
+    )
+    of_row = jnp.where(jnp.arange(room) < between[:, me].sum(), of_row, own)
+    by_expert, groups = jnp.argsort(of_row), mine.sum(0)
+    rows = came[by_expert]
+    hidden = jax.nn.silu(lax.ragged_dot(rows, p["gate"], groups))
+    hidden *= lax.ragged_dot(rows, p["up"], groups)
+    answer = lax.ragged_dot(hidden, p["down"], groups)[jnp.argsort(by_expert)]
+    back = lax.ragged_all_to_all(
+        answer, empty(order.size),
+        there[:, me], between[:, me], starts[:, me], between[me], axis_name=axis,
+    )  # fmt: skip
+    mixed = back[jnp.argsort(order)].reshape(-1, choices, x.shape[-1])
+    return (mixed * weights[..., None].astype(x.dtype)).sum(1).reshape(x.shape)
+
+
+def mixture_step(
+    mesh, *, choices: int = 2, room: float | None = None, layers: int = 2, width: int = 16,
+    mlp: int = 24, count: int = 8, sequence: int = 8, batch: int | None = None, remat: bool = True,
+    dtype=jnp.float32, attention: int = 0,
+):  # fmt: skip
+    """Return a train step of layers of experts, and its arguments as shapes.
+
+    Args:
+        mesh: with axes "data" and "expert"; both shard the batch.
+        choices: experts of a token.
+        room: rows of a device's buffer, over the tokens that it sends; None for as many as can come.
+        layers, width, mlp, count, sequence, batch: sizes; `count` is the number of experts.
+        remat: whether layers are rematerialized.
+        dtype: of all.
+        attention: heads of 128 of cuDNN's attention before the experts; 0 for none.
+    """
+    both, axis = P(tuple(mesh.axis_names)), "expert"
+    batch = batch or mesh.size
+    sent = batch // mesh.size * sequence * choices
+    rows = round(sent * (mesh.shape[axis] if room is None else room))
+    body = functools.partial(experts, axis=axis, choices=choices, room=rows)
+    own = {"router": P(), "gate": P(axis), "up": P(axis), "down": P(axis)}
+    mixed = jax.shard_map(body, mesh=mesh, in_specs=(both, own), out_specs=both, check_vma=False)
+
+    def norm(x):
+        return x * lax.rsqrt(
+            jnp.mean(jnp.square(x.astype(jnp.float32)), -1, keepdims=True) + 1e-6
+        ).astype(x.dtype)
+
+    def layer(x, p):
+        if attention:
+            q, k, v = (jnp.einsum("bsd,dhk->bshk", norm(x), p[n]) for n in "qkv")
+            a = jax.nn.dot_product_attention(q, k, v, is_causal=True, implementation="cudnn")
+            x = x + jnp.einsum("bshk,hkd->bsd", a, p["o"])
+            x = lax.with_sharding_constraint(x, NamedSharding(mesh, both))
+        return x + mixed(norm(x), {name: p[name] for name in own}), None
+
+    def loss(p, x):
+        x, _ = lax.scan(jax.checkpoint(layer) if remat else layer, x, p)
+        return jnp.mean(jnp.square(x.astype(jnp.float32)))
+
+    @functools.partial(jax.jit, donate_argnums=0)
+    def step(p, x):
+        value, gradients = jax.value_and_grad(loss)(p, x)
+        return jax.tree.map(lambda p, g: p - g.astype(p.dtype), p, gradients), value
+
+    def array(spec, *shape):
+        return jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, P(*spec)))
+
+    shapes = {
+        "router": array((), layers, width, count),
+        "gate": array((None, axis, "data"), layers, count, width, mlp),
+        "up": array((None, axis, "data"), layers, count, width, mlp),
+        "down": array((None, axis, None, "data"), layers, count, mlp, width),
+    }
+    if attention:
+        shapes |= {n: array((None, "data"), layers, width, attention, 128) for n in "qkv"}
+        shapes["o"] = array((None, None, None, "data"), layers, attention, 128, width)
+    return step, shapes, array(both, batch, sequence, width)
+
+
+def arrays(shapes, *, scale: float = 1.0):
+    """Return random values of these shapes, where they are to be."""
+    rng = np.random.default_rng(0)
+    return jax.tree.map(
+        lambda s: jax.device_put(
+            jnp.asarray(rng.normal(size=s.shape) * scale, s.dtype), s.sharding
+        ),
+        shapes,
+    )
