@@ -25,6 +25,7 @@ if TYPE_CHECKING:
         dot_general,
         einsum,
         matmul,
+        per_sequence,
         softmax_cross_entropy_with_integer_labels,
     )
     from jaxoverlap.parallelism import pipeline
@@ -109,6 +110,7 @@ __all__ = [
     "matmul",
     "overlap",
     "parse_cluster",
+    "per_sequence",
     "pipeline",
     "pod_mesh",
     "profile",
@@ -125,7 +127,7 @@ _NAMES = {
     "jaxoverlap.hardware.lost": "LostError lost_named",
     "jaxoverlap.hardware.pods": "PodsUnavailableError pod_mesh",
     "jaxoverlap.ops": "attention compiler_options decisions "
-    "dot_general einsum matmul softmax_cross_entropy_with_integer_labels",
+    "dot_general einsum matmul per_sequence softmax_cross_entropy_with_integer_labels",
     "jaxoverlap.parallelism.configuration": "Configuration",
     "jaxoverlap.parallelism.configure": "Configurations NothingFitsError configure",
     "jaxoverlap.parallelism.model": "Transformer",

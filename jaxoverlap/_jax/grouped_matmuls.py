@@ -47,12 +47,12 @@ def _for_pod(context: Any) -> bool:
 
 
 def _sent_rows(context: Any) -> dict[int, int]:
-    """Return the rows that a module's exchanges send, by the rows of their results."""
+    """Return how many tokens a module's exchanges send, by the size of their results."""
     return context.module_context.cached_primitive_lowerings.setdefault(_SENT_ROWS, {})
 
 
 def _exchange(own: Callable[..., Any], context: Any, *operands: Any, **params: Any) -> Any:
-    """Lower a ragged all-to-all as JAX does; for a pod, remember how many rows it sends."""
+    """Lower a ragged all-to-all as JAX does; for a pod, remember how many tokens it sends."""
     if _for_pod(context):
         sent, room = (aval.shape[0] for aval in context.avals_in[:2])
         if sent < room:
@@ -91,11 +91,11 @@ def even_groups(
     (ragged,) = numbers.lhs_ragged_dimensions
     if ragged in batch[0]:
         return lax.dot_general(lhs, rhs, (contract, batch), preferred_element_type=dtype)
-    size = lhs.shape[ragged]
+    size = int(lhs.shape[ragged])
     each = max(min(rows.get(size, size), size) // groups, 1)
 
     def grouped(x: Array, dim: int) -> Array:
-        """[..., rows, ...] -> [groups, ..., rows of one, ...]"""
+        """Split [..., tokens, ...] into [groups, ..., tokens of a group, ...]."""
         x = lax.slice_in_dim(x, 0, min(each * groups, size), axis=dim)
         short = each * groups - x.shape[dim]
         x = jnp.pad(x, [(0, short if d == dim else 0) for d in range(x.ndim)])
@@ -111,7 +111,8 @@ def even_groups(
     else:
         (of_groups,) = numbers.rhs_group_dimensions
         x, w = grouped(lhs, ragged), jnp.moveaxis(rhs, of_groups, 0)
-    by_group = tuple([0, *dims] for dims in moved(batch))
+    left, right = moved(batch)
+    by_group = [0, *left], [0, *right]
     made = lax.dot_general(x, w, (moved(contract), by_group), preferred_element_type=dtype)
     if ragged in contract[0]:
         return made

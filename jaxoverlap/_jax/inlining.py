@@ -70,7 +70,7 @@ def inline(
             values of the same types, one is traced.
         scope: a name to put on the stack.
     """
-    structs = tuple(_struct(v) for v in invars)
+    structs = tuple(struct(v) for v in invars)
     with like.ctx.manager, _mesh_of_types(invars), source_info_util.reset_name_stack():
         body = _traced(fn, structs, alike)
     assert not body.consts, "a ring closes over nothing"
@@ -96,7 +96,7 @@ def inline(
     ]
 
 
-def _struct(var: Any) -> jax.ShapeDtypeStruct:
+def struct(var: Any) -> jax.ShapeDtypeStruct:
     """A variable's type; the sharding only where it is a part of that."""
     aval, mesh = var.aval, var.aval.sharding.mesh
     typed = not mesh.empty and (mesh._any_axis_explicit or mesh._any_axis_manual)

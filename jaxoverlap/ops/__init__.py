@@ -7,6 +7,7 @@ from jaxoverlap.ops.attention import attention
 from jaxoverlap.ops.cross_entropy import softmax_cross_entropy_with_integer_labels
 from jaxoverlap.ops.einsum import dot_general, einsum, matmul
 from jaxoverlap.ops.partition import compiler_options
+from jaxoverlap.ops.per_sequence import per_sequence
 from jaxoverlap.plan.operations import decisions
 
 __all__ = [
@@ -16,6 +17,7 @@ __all__ = [
     "dot_general",
     "einsum",
     "matmul",
+    "per_sequence",
     "softmax_cross_entropy_with_integer_labels",
 ]
 

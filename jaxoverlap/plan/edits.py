@@ -288,7 +288,7 @@ class SplitExchange(_Edit, frozen=True, kw_only=True):
         parts: the number of chunks.
     """
 
-    applied_by = "rewriting.split_exchange"
+    applied_by = "halves.split_exchange"
 
     shard_map: int
     parts: int

@@ -19,6 +19,8 @@ SKIP_RINGS_GAIN = 0.05
 UNROLL_GAIN = 0.008
 # Sums that leave their scan have to gain this: they move as many bytes, and need no more memory.
 LATE_SUMS_GAIN = 0.002
+# Exchanges in chunks have to gain this, as chunks of weights are copied.
+SPLIT_EXCHANGE_GAIN = 0.01
 # A second communication stream has to gain this, as NCCL then has two orders.
 STREAM_GAIN = 0.01
 
@@ -63,6 +65,8 @@ WORTH_MOVING = 0.002
 
 # Ring candidates that are estimated to compare two layouts, or a batch split with none.
 FEW_CANDIDATES = 5
+# Chunks of an exchange that are tried, one after the other: each gains on the one before, or stays.
+EXCHANGE_CHUNKS = (2, 4)
 # Iterations of a split scan per loop body: that hides what is exposed at the ends of an iteration.
 UNROLL = 2
 # The equations that the questions about layouts may have in all: a question takes the longer the

@@ -12,7 +12,7 @@ from __future__ import annotations
 import functools
 import itertools
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -25,6 +25,7 @@ from jaxoverlap.passes.analysis.partitioned import Shardings, SpmdProgram
 from jaxoverlap.passes.analysis.partitioner_collectives import partitioner_collectives
 from jaxoverlap.passes.apply import apply
 from jaxoverlap.passes.edited import EditedStep
+from jaxoverlap.passes.halves.split_exchange import split_exchanges
 from jaxoverlap.passes.layouts.dims import DimNames
 from jaxoverlap.passes.manual.decide import decide_manual, manual_edits
 from jaxoverlap.passes.planning.decide import decide
@@ -50,9 +51,16 @@ from jaxoverlap.plan.edits import (
     ReadGathered,
     ScatterLookup,
     ShareViews,
+    SplitExchange,
     SumLate,
 )
-from jaxoverlap.plan.limits import FEW_CANDIDATES, GAIN, LATE_SUMS_GAIN
+from jaxoverlap.plan.limits import (
+    EXCHANGE_CHUNKS,
+    FEW_CANDIDATES,
+    GAIN,
+    LATE_SUMS_GAIN,
+    SPLIT_EXCHANGE_GAIN,
+)
 from jaxoverlap.plan.plan import Plan
 from jaxoverlap.step.check_plan import evidence_of
 from jaxoverlap.step.context import StepContext
@@ -123,6 +131,8 @@ def overlapped(step: StepContext, terms: Terms, options: Options) -> StepCandida
     wanted = options.late_sums or (terms.prices and options.chooses)
     if wanted and not step.explicit:  # there types say how values lie
         candidate = _with_late_sums(step, unringed, candidate, anyway=options.late_sums)
+    if terms.prices and options.chooses:
+        candidate = _with_split_exchanges(step, unringed, candidate)
     return replace(candidate, unringed=whole_rows.spmd)
 
 
@@ -136,13 +146,43 @@ def _with_late_sums(
         unringed = in_parts(step, unringed, candidate.plan.cut.parts, 1)
     names = DimNames(base.numbered.jaxpr)
     late = list(late_sums(base, names, unringed.spmd.shardings))
-    if not late:
+    return _with(step, candidate, base, late, -math.inf if anyway else LATE_SUMS_GAIN)
+
+
+def _with_split_exchanges(
+    step: StepContext, unringed: Unringed, candidate: StepCandidate
+) -> StepCandidate:
+    """Send exchanges of `shard_map`s in chunks, if the step is faster so by estimate."""
+    edited = unringed.edited if candidate.edited is step.edited else candidate.edited
+    base = edited.before if edited.before and edited.has(ShareViews) else edited
+    for parts in EXCHANGE_CHUNKS:
+        edits = list(split_exchanges(base, parts))
+        candidate = _with(step, candidate, base, edits, SPLIT_EXCHANGE_GAIN)
+    return candidate
+
+
+def _with(
+    step: StepContext,
+    candidate: StepCandidate,
+    base: EditedStep,
+    edits: Sequence[Edit],
+    gain: float,
+) -> StepCandidate:
+    """Return the step with further edits if it is faster by estimate; else the candidate.
+
+    Args:
+        step, candidate: the step, and its candidate so far.
+        base: what the edits are applied to.
+        edits: the edits.
+        gain: the share of the candidate's time that they have to gain.
+    """
+    if not edits:
         return candidate
-    edited = apply(base, [*late, ShareViews()])
+    edited = apply(base, [*edits, ShareViews()])
     spmd = step.partitioned_after(edited)
     step_s = step.seconds(spmd)
-    pays = step_s is not None and step_s < seconds(candidate) * (1 - LATE_SUMS_GAIN)
-    if changed(step.plain, spmd) or not (pays or anyway):
+    pays = gain == -math.inf or (step_s is not None and step_s < seconds(candidate) * (1 - gain))
+    if changed(step.plain, spmd) or not pays:
         return candidate
     plan = msgspec.structs.replace(candidate.plan, edits=edited.edits)
     return replace(candidate, plan=plan, edited=edited, step_s=step_s, spmd=spmd)
@@ -374,7 +414,7 @@ def _axis_by_axis(first: Decided) -> Iterator[dict[int, str]]:
 
 def rewrites(edited: EditedStep) -> bool:
     """Return whether edits change anything but the sharding of values."""
-    return edited.has(MakeRing, ReadGathered, ScatterLookup, SumLate)
+    return edited.has(MakeRing, ReadGathered, ScatterLookup, SumLate, SplitExchange)
 
 
 # -- one candidate ----------------------------------------------------------------------------

@@ -398,12 +398,29 @@ def _exchanged(eqn: Any, moved: set[int]) -> DimRule:
 
 
 def _ragged_all_to_all(eqn: Any) -> DimRule:
-    """Rows go where the lists of sizes say; other dims keep their factors."""
+    """Tokens go where the lists of sizes say; other dims keep their factors."""
     operand, result = _own(0, eqn.invars[0]), _own(1, eqn.invars[1])
     result = (result[0], *operand[1:])
     lists = tuple(_own(i, v) for i, v in enumerate(eqn.invars[2:], 2))
     mixed = {operand[0], result[0], *(f for factors in lists for f in factors)}
     return DimRule((operand, result, *lists), (result,), mixed=frozenset(mixed))
+
+
+def _sequence_call(eqn: Any) -> DimRule:
+    """Each sequence is computed alone; other dims of one shape are taken to be the same."""
+    call, shapes = eqn.params["call"], [v.aval.shape for v in eqn.invars]
+
+    def factors(number: int, var: Any, batch: int | None) -> Factors:
+        alike = shapes.index(var.aval.shape) if var.aval.shape in shapes else -number
+        return tuple("batch" if d == batch else (alike, d) for d in range(var.aval.ndim))
+
+    sides = ((eqn.invars, call.operands, 0), (eqn.outvars, call.results, len(shapes)))
+    operands, results = (
+        tuple(factors(n, *pair) for n, pair in enumerate(zip(some, dims, strict=True), first))
+        for some, dims, first in sides
+    )
+    mixed = {f for names in (*operands, *results) for f in names} - {"batch"}
+    return DimRule(operands, results, "add", frozenset(mixed))
 
 
 _RULES: dict[str, Callable[[Any], DimRule | None]] = {
@@ -446,10 +463,11 @@ _RULES: dict[str, Callable[[Any], DimRule | None]] = {
     "ragged_all_to_all": _ragged_all_to_all,
     **dict.fromkeys(("all_gather", "all_gather_invariant"), _gathered("all_gather_dimension")),
     "reduce_scatter": _gathered("scatter_dimension"),
+    "per_sequence": _sequence_call,
     "stack": _stack,
     "unstack": _unstack,
     **dict.fromkeys(
-        ("optimization_barrier", "device_put", "psum", "psum_invariant", "pvary", "ppermute"),
+        ("optimization_barrier", "device_put", "pvary", "ppermute"),
         _one_by_one,
     ),
 }

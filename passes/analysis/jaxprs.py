@@ -16,6 +16,7 @@ from jax.sharding import AxisType
 from jaxoverlap._jax import compat
 from jaxoverlap.passes.analysis.def_use import DefUse
 from jaxoverlap.passes.analysis.matmul_group import MATMUL_GROUP
+from jaxoverlap.passes.analysis.sequence_call import SEQUENCE_CALL
 
 REMATS = ("remat2", "checkpoint")  # one primitive, by the names that it has had
 
@@ -34,6 +35,7 @@ TRANSPARENT = frozenset(
         "custom_jvp_call",
         "custom_vjp_call",
         "eval_jaxpr",
+        SEQUENCE_CALL,
     }
 )
 

@@ -17,7 +17,10 @@ from typing import Any, NamedTuple
 
 import jax
 
+from jaxoverlap._jax import compat, inlining
 from jaxoverlap.passes.analysis.dim_rules import dim_rule
+from jaxoverlap.passes.analysis.jaxprs import dots
+from jaxoverlap.passes.analysis.sequence_call import SEQUENCE_CALL
 
 
 class BatchSplit(NamedTuple):
@@ -107,11 +110,27 @@ def _params(eqn: Any, dim: int | None, out: int | str | None, split: BatchSplit)
         if not isinstance(out, int) or not split.divides(params["new_sizes"][out]):
             return None
         return {"new_sizes": _halved(params["new_sizes"], out, split)}
+    if name == SEQUENCE_CALL:
+        part = _of_part(eqn, split)
+        alike = len(dots(part)) == len(dots(params["jaxpr"]))  # no other branch for its size
+        return {"jaxpr": part} if alike else None
     if name == "gather" and dim in params["dimension_numbers"].operand_batching_dims:
         return {}
     if (param := _SIZES.get(name)) and isinstance(out, int) and dim is not None:
         return {param: _halved(params[param], out if name == "broadcast_in_dim" else dim, split)}
     return {}
+
+
+def _of_part(eqn: Any, split: BatchSplit) -> Any:
+    """Trace the function of a `per_sequence` for a part of the batch."""
+    call = eqn.params["call"]
+    given = zip(eqn.invars, call.operands, strict=True)
+    return call.jaxpr(
+        [
+            inlining.struct(v if d is None else compat.sized_var(v, d, split.part(v.aval.shape[d])))
+            for v, d in given
+        ]
+    )
 
 
 # Parameters that have the size of each dim.

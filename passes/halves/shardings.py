@@ -6,11 +6,13 @@ XLA's partitioner again would give the same shardings, at the cost of the longes
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Mapping
 from typing import Any
 
 from jaxoverlap.passes.analysis.jaxprs import Dot, bodies, dots
 from jaxoverlap.passes.analysis.partitioned import Shardings
+from jaxoverlap.passes.analysis.sequence_call import SEQUENCE_CALL
 
 
 def shardings_of_parts(
@@ -45,12 +47,23 @@ def matmuls_of_parts(jaxpr: Any, cut: Any, parts: int) -> Iterator[tuple[Dot, li
         jaxpr, cut, parts: as for `shardings_of_parts`.
     """
     made = iter(dots(cut))
-    for dot in dots(jaxpr):
-        of_it = [next(made)]
-        if _shapes(of_it[0].eqn) != _shapes(dot.eqn):
-            of_it += [next(made) for _ in range(parts - 1)]
-        yield dot, of_it
+    for _, same in itertools.groupby(dots(jaxpr), key=_run_together):
+        group = list(same)
+        copies = [[next(made) for _ in group]]
+        if _shapes(_call(copies[0][0])) != _shapes(_call(group[0])):
+            copies += [[next(made) for _ in group] for _ in range(parts - 1)]
+        yield from zip(group, map(list, zip(*copies, strict=True)), strict=True)
     assert next(made, None) is None, "the parts have matmuls that the step has not"
+
+
+def _call(dot: Dot) -> Any:
+    """Return the equation that is copied for each part: the matmul, or a `per_sequence` around."""
+    calls = (eqn for eqn in dot.around if eqn.primitive.name == SEQUENCE_CALL)
+    return next(calls, dot.eqn)
+
+
+def _run_together(dot: Dot) -> int:
+    return id(_call(dot))
 
 
 def _scatter_adds(jaxpr: Any) -> Iterator[tuple[Any, list[tuple[int, ...]]]]:

@@ -79,6 +79,8 @@ class DimNames:
         for eqn in jaxpr.eqns:
             if eqn.primitive.name in TRANSPARENT:
                 self._called(eqn, around)
+                if rule := dim_rule(eqn):  # a `per_sequence` says what of its results are the batch
+                    self._ruled(eqn, rule)
             elif rule := dim_rule(eqn):
                 self._ruled(eqn, rule)
             elif compat.has_jaxprs(eqn) or not self._by_shape(eqn):

@@ -80,7 +80,7 @@ def test_a_pod_multiplies_rows_with_one_weight_and_only_those_that_are_sent():
 @needs_plugin
 def test_an_export_for_gpus_keeps_the_grouped_matmul():
     jaxoverlap.pod_mesh("h100-sxm:1x8", {"x": 8})
-    numbers, lhs, rhs = CASES["forward"]
+    _, lhs, rhs = CASES["forward"]
     shapes = jax.ShapeDtypeStruct(lhs, jnp.bfloat16), jax.ShapeDtypeStruct(rhs, jnp.bfloat16)
     step = jax.jit(lambda x, w: lax.ragged_dot(x, w, jnp.full((3,), 4)))
     exported = jax.export.export(step, platforms=["cuda"])(*shapes)

@@ -18,6 +18,8 @@ from jax._src.lax.parallel import ragged_all_to_all_p  # noqa: TID251
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
+import jaxoverlap
+
 
 @functools.cache
 def on_cpu() -> None:
@@ -38,7 +40,7 @@ def on_cpu() -> None:
     mlir.register_lowering(ragged_all_to_all_p, lowering, platform="cpu")
 
 
-def experts(x, p, *, axis: str, choices: int, room: int):
+def experts(x, p, *, axis: str, choices: int, room: float | None):
     """x [batch, sequence, width] of one device -> the same shape.
 
     Args:
@@ -46,11 +48,14 @@ def experts(x, p, *, axis: str, choices: int, room: int):
         p: router [width, experts], and gate, up [own experts, width, mlp], down [.., mlp, width].
         axis: the mesh axis of the experts.
         choices: experts of a token.
-        room: rows of the buffer for the tokens that come.
+        room: rows of the buffer for the tokens that come, over those that it sends; None for as
+            many as can come.
     """
     devices, me = lax.axis_size(axis), lax.axis_index(axis)
     own, count = p["up"].shape[0], p["router"].shape[1]
     tokens = x.reshape(-1, x.shape[-1])
+    rows_sent = tokens.shape[0] * choices
+    room = round(rows_sent * (devices if room is None else room))
     weights, chosen = lax.top_k(jax.nn.softmax((tokens @ p["router"]).astype(jnp.float32)), choices)
     order = jnp.argsort(chosen.reshape(-1))
     sizes = lax.all_gather(jnp.bincount(chosen.reshape(-1), length=count), axis)
@@ -86,7 +91,7 @@ def experts(x, p, *, axis: str, choices: int, room: int):
 def mixture_step(
     mesh, *, choices: int = 2, room: float | None = None, layers: int = 2, width: int = 16,
     mlp: int = 24, count: int = 8, sequence: int = 8, batch: int | None = None, remat: bool = True,
-    dtype=jnp.float32, attention: int = 0,
+    dtype=jnp.float32, attention: int = 0, alone: bool = False,
 ):  # fmt: skip
     """Return a train step of layers of experts, and its arguments as shapes.
 
@@ -97,15 +102,19 @@ def mixture_step(
         layers, width, mlp, count, sequence, batch: sizes; `count` is the number of experts.
         remat: whether layers are rematerialized.
         dtype: of all.
-        attention: heads of 128 of cuDNN's attention before the experts; 0 for none.
+        alone: whether the experts are said to compute each sequence alone (`per_sequence`).
+        attention: heads of 128 of attention before the experts, cuDNN's on a pod; 0 for none.
     """
     both, axis = P(tuple(mesh.axis_names)), "expert"
     batch = batch or mesh.size
-    sent = batch // mesh.size * sequence * choices
-    rows = round(sent * (mesh.shape[axis] if room is None else room))
-    body = functools.partial(experts, axis=axis, choices=choices, room=rows)
+    body = functools.partial(experts, axis=axis, choices=choices, room=room)
     own = {"router": P(), "gate": P(axis), "up": P(axis), "down": P(axis)}
     mixed = jax.shard_map(body, mesh=mesh, in_specs=(both, own), out_specs=both, check_vma=False)
+
+    if alone:
+        mixed = jaxoverlap.per_sequence(mixed)
+
+    fused = "cudnn" if mesh.devices.flat[0].platform == "gpu" else None
 
     def norm(x):
         return x * lax.rsqrt(
@@ -115,7 +124,7 @@ def mixture_step(
     def layer(x, p):
         if attention:
             q, k, v = (jnp.einsum("bsd,dhk->bshk", norm(x), p[n]) for n in "qkv")
-            a = jax.nn.dot_product_attention(q, k, v, is_causal=True, implementation="cudnn")
+            a = jax.nn.dot_product_attention(q, k, v, is_causal=True, implementation=fused)
             x = x + jnp.einsum("bshk,hkd->bsd", a, p["o"])
             x = lax.with_sharding_constraint(x, NamedSharding(mesh, both))
         return x + mixed(norm(x), {name: p[name] for name in own}), None

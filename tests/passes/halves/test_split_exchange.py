@@ -15,7 +15,7 @@ from jaxoverlap import overlap
 from jaxoverlap.passes.analysis.flatten import flatten
 from jaxoverlap.passes.analysis.jaxprs import equations
 from jaxoverlap.passes.edited import EditedStep
-from jaxoverlap.passes.rewriting.split_exchange import run, split_exchanges
+from jaxoverlap.passes.halves.split_exchange import run, split_exchanges
 from jaxoverlap.plan.edits import SplitExchange
 from tests.support.ragged import arrays, mixture_step, on_cpu
 

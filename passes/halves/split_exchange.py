@@ -58,9 +58,15 @@ def run(step: EditedStep, edits: Sequence[SplitExchange]) -> EditedStep:
 
 
 def split_exchanges(step: EditedStep, parts: int) -> Iterator[SplitExchange]:
-    """Yield an edit for each `shard_map` of a step whose exchanges can go in so many chunks."""
+    """Yield an edit for each `shard_map` of a user's whose exchanges can go in so many chunks.
+
+    Those of rings are new; one in which a ring was made has another body.
+    """
+    users = {id(eqn.params["jaxpr"]) for eqn in _shard_maps(step.numbered.jaxpr)}
     for number, eqn in enumerate(_shard_maps(step.jaxpr)):
-        if _columns(eqn.params["jaxpr"], DimNames(eqn.params["jaxpr"]), parts):
+        if id(eqn.params["jaxpr"]) in users and _columns(
+            eqn.params["jaxpr"], DimNames(eqn.params["jaxpr"]), parts
+        ):
             yield SplitExchange(shard_map=number, parts=parts)
 
 
@@ -105,7 +111,7 @@ def _columns(body: Any, names: DimNames, parts: int) -> frozenset[Name]:
 
 
 def _untouched(eqn: Any, names: DimNames, known: set[Name], parts: int) -> Name | None:
-    """Return the name of the largest dim that an exchange leaves as it is; None if there is none."""
+    """Return the name of the largest dim that an exchange leaves as it is; None without one."""
     rule = dim_rule(eqn)
     if rule is None:
         return None
@@ -116,5 +122,4 @@ def _untouched(eqn: Any, names: DimNames, known: set[Name], parts: int) -> Name 
         if factor in rule.results[0] and factor not in rule.mixed
     ]
     kept = [d for d in kept if names.of(var)[d] in known and shape[d] % parts == 0]
-    largest = max(kept, key=lambda d: shape[d], default=None)
-    return None if largest is None or math.prod(shape) == 0 else names.of(var)[largest]
+    return names.of(var)[max(kept, key=lambda d: shape[d])] if kept and math.prod(shape) else None
