@@ -12,10 +12,13 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import inspect
 from collections.abc import Callable, Iterator
 from contextvars import ContextVar
 from typing import Any
 
+import jax
+import jax.numpy as jnp
 from jax import Array
 from jax._src import xla_bridge
 from jax._src.cudnn import fused_attention_stablehlo as cudnn
@@ -103,3 +106,66 @@ def packed_causal(
         query, key, value, q_seqlen=lengths, kv_seqlen=lengths, q_offsets=starts,
         kv_offsets=starts, scale=scale, mask_type=cudnn.MaskType.PADDING_CAUSAL,
     )  # fmt: skip
+
+
+def refusal(q: Any, k: Any, v: Any) -> str | None:
+    """Return why cuDNN's attention does not take these arrays or shapes; None if it takes them.
+
+    The answer is JAX's own, for the chip that is answered for. Shapes as in `block_forward`.
+    """
+    like = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in (q, k, v)]
+    try:
+        jax.eval_shape(lambda *x: block_forward(*x, causal=False, scale=1.0), *like)
+    except (NotImplementedError, RuntimeError, ValueError) as error:
+        return str(error)
+    return None
+
+
+def block_forward(
+    q: Array, k: Array, v: Array, *, causal: bool, scale: float
+) -> tuple[Array, Array]:
+    """Attend to one block of keys by cuDNN's kernel, and return the log of the softmax's sums too.
+
+    Args:
+        q: f16 or bf16[batch, queries, heads, head].
+        k, v: [batch, keys, kv heads, head].
+        causal: whether a query sees no keys after its own index in the block.
+        scale: the factor of scores.
+
+    Returns:
+        The output, like q, and the natural log of the sums, f32[batch, heads, queries].
+    """
+    mask = cudnn.MaskType.CAUSAL if causal else cudnn.MaskType.NO_MASK
+    out, log_sums = cudnn.dot_product_attention(  # pyright: ignore[reportAssignmentType]
+        q, k, v, scale=scale, mask_type=mask, return_residual=True
+    )
+    return out, log_sums
+
+
+def block_backward(
+    q: Array,
+    k: Array,
+    v: Array,
+    out: Array,
+    log_sums: Array,
+    to_out: Array,
+    *,
+    causal: bool,
+    scale: float,
+) -> tuple[Array, Array, Array]:
+    """Compute one block's part of the gradients of q, k and v by cuDNN's backward kernel.
+
+    `out` and `log_sums` are those of all blocks together, shaped as `block_forward` returns them:
+    the probabilities of a block are the exponentials of its scores less `log_sums`. JAX has no
+    function for that, so its primitive is called.
+    """
+    mask = cudnn.MaskType.CAUSAL if causal else cudnn.MaskType.NO_MASK
+    none = jnp.zeros(0, q.dtype)  # bias, lengths, offsets and pages, as JAX writes missing ones
+    takes = inspect.signature(cudnn._dot_product_attention_bwd_impl).parameters
+    newer = {"score_mod": None} if "score_mod" in takes else {}
+    to_q, to_k, to_v = cudnn._dot_product_attention_bwd_p_wrapper.bind(
+        q, k, v, *[none] * 7, log_sums, out, to_out, scale=scale, seed=42, dropout_rate=0.0,
+        variadic_args=(False, False), mask_type=mask, layout=cudnn.AttentionLayout.BTNH.value,
+        sliding_window_length=None, **newer,
+    )  # fmt: skip
+    return to_q, to_k, to_v

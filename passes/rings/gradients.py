@@ -27,14 +27,14 @@ import jax.numpy as jnp
 from jax import Array
 
 from jaxoverlap.passes.analysis.einsum import Einsum, Side
-from jaxoverlap.passes.rings import chunks
+from jaxoverlap.passes.rings import chunks, fused_ring_attention, ring_attention
 from jaxoverlap.passes.rings.all_gather_matmul import Reader, all_gather_matmul
 from jaxoverlap.passes.rings.all_to_all_matmul import all_to_all_matmul, matmul_all_to_all
 from jaxoverlap.passes.rings.chunks import Chunking
 from jaxoverlap.passes.rings.matmul_all_reduce import matmul_all_reduce
 from jaxoverlap.passes.rings.matmul_reduce_scatter import Term, matmul_reduce_scatter
 from jaxoverlap.passes.rings.query_split import attend_and_project, attend_and_project_backward
-from jaxoverlap.passes.rings.ring_attention import Attention, attend, attend_backward
+from jaxoverlap.passes.rings.ring_attention import Attention
 from jaxoverlap.plan.plan import Variant
 
 _with_gradients = functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -212,17 +212,22 @@ def _dims(how: RingMatmul, letters: str) -> dict[str, int]:
 @_with_gradients
 def attended(how: Attention, q: Array, k: Array, v: Array) -> Array:
     """Attend in a ring; shapes as in `ring_attention.attend`."""
-    return attend(how, q, k, v)[0]
+    return attention_ring(how).attend(how, q, k, v)[0]
+
+
+def attention_ring(how: Attention) -> Any:
+    """Return the module whose `attend` and `attend_backward` are the ring of this attention."""
+    return fused_ring_attention if how.fused else ring_attention
 
 
 def _attended_forward(how: Attention, q: Array, k: Array, v: Array) -> tuple[Array, tuple]:
-    output, log_sums = attend(how, q, k, v)
+    output, log_sums = attention_ring(how).attend(how, q, k, v)
     return output, (q, k, v, output, log_sums)
 
 
 def _attended_backward(how: Attention, kept: tuple, dy: Array) -> tuple[Array, Array, Array]:
     q, k, v, output, log_sums = kept
-    return attend_backward(how, q, k, v, output, log_sums, dy)
+    return attention_ring(how).attend_backward(how, q, k, v, output, log_sums, dy)
 
 
 @_with_gradients
