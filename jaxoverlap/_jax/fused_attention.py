@@ -15,7 +15,7 @@ import functools
 import inspect
 from collections.abc import Callable, Iterator
 from contextvars import ContextVar
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -122,7 +122,7 @@ def refusal(q: Any, k: Any, v: Any) -> str | None:
 
 
 def block_forward(
-    q: Array, k: Array, v: Array, *, causal: bool, scale: float
+    q: Array, k: Array, v: Array, *, causal: bool, scale: float, local: bool = False
 ) -> tuple[Array, Array]:
     """Attend to one block of keys by cuDNN's kernel, and return the log of the softmax's sums too.
 
@@ -131,13 +131,19 @@ def block_forward(
         k, v: [batch, keys, kv heads, head].
         causal: whether a query sees no keys after its own index in the block.
         scale: the factor of scores.
+        local: whether XLA's partitioner asked for this code, and partitions nothing in it.
 
     Returns:
         The output, like q, and the natural log of the sums, f32[batch, heads, queries].
     """
-    mask = cudnn.MaskType.CAUSAL if causal else cudnn.MaskType.NO_MASK
+    if local:
+        missing, settings = _settings(q, causal, scale)
+        made = cudnn._dot_product_attention_fwd_impl(
+            q, k, v, *missing, **settings, **_newer(score_mod_args=()), is_training=True
+        )
+        return made[0], made[1]
     out, log_sums = cudnn.dot_product_attention(  # pyright: ignore[reportAssignmentType]
-        q, k, v, scale=scale, mask_type=mask, return_residual=True
+        q, k, v, scale=scale, mask_type=_mask(causal), return_residual=True
     )
     return out, log_sums
 
@@ -152,6 +158,7 @@ def block_backward(
     *,
     causal: bool,
     scale: float,
+    local: bool = False,
 ) -> tuple[Array, Array, Array]:
     """Compute one block's part of the gradients of q, k and v by cuDNN's backward kernel.
 
@@ -159,13 +166,41 @@ def block_backward(
     the probabilities of a block are the exponentials of its scores less `log_sums`. JAX has no
     function for that, so its primitive is called.
     """
-    mask = cudnn.MaskType.CAUSAL if causal else cudnn.MaskType.NO_MASK
-    none = jnp.zeros(0, q.dtype)  # bias, lengths, offsets and pages, as JAX writes missing ones
-    takes = inspect.signature(cudnn._dot_product_attention_bwd_impl).parameters
-    newer = {"score_mod": None} if "score_mod" in takes else {}
-    to_q, to_k, to_v = cudnn._dot_product_attention_bwd_p_wrapper.bind(
-        q, k, v, *[none] * 7, log_sums, out, to_out, scale=scale, seed=42, dropout_rate=0.0,
-        variadic_args=(False, False), mask_type=mask, layout=cudnn.AttentionLayout.BTNH.value,
-        sliding_window_length=None, **newer,
-    )  # fmt: skip
+    missing, settings = _settings(q, causal, scale)
+    bind: Any = cudnn._dot_product_attention_bwd_p_wrapper.bind
+    if local:
+        bind = functools.partial(cudnn._dot_product_attention_bwd_impl, **_newer(score_mod_args=()))
+    to_q, to_k, to_v = bind(q, k, v, *missing, log_sums, out, to_out, **settings)
     return to_q, to_k, to_v
+
+
+def _settings(q: Array, causal: bool, scale: float) -> tuple[list[Array], dict[str, Any]]:
+    """Return bias, lengths, offsets and pages as JAX writes missing ones, and the parameters."""
+    return [jnp.zeros(0, q.dtype)] * 7, dict(
+        scale=scale, seed=42, dropout_rate=0.0, variadic_args=(False, False),
+        mask_type=_mask(causal), layout=cudnn.AttentionLayout.BTNH.value,
+        sliding_window_length=None, **_newer(score_mod=None),
+    )  # fmt: skip
+
+
+def _mask(causal: bool) -> Any:
+    return cudnn.MaskType.CAUSAL if causal else cudnn.MaskType.NO_MASK
+
+
+def _newer(**parameters: Any) -> dict[str, Any]:
+    """Return parameters that jax 0.11 has not, where this one has them."""
+    takes = inspect.signature(cudnn._dot_product_attention_bwd_impl).parameters
+    return {name: value for name, value in parameters.items() if name in takes}
+
+
+class BlockKernel(NamedTuple):
+    """A fused kernel for one block of attention: `block_forward` and `block_backward`, or alike."""
+
+    forward: Callable[..., tuple[Array, Array]]
+    backward: Callable[..., tuple[Array, Array, Array]]
+
+
+CUDNN = BlockKernel(block_forward, block_backward)
+CUDNN_LOCAL = BlockKernel(
+    functools.partial(block_forward, local=True), functools.partial(block_backward, local=True)
+)

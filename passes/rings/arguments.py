@@ -158,7 +158,7 @@ def check_attention(how: Attention, q: Array, k: Array, v: Array) -> None:
         raise ValueError(f"{shapes}: a causal mask wants as many keys as queries on a device")
     if how.variant.style == "sliced":
         raise ValueError(f"variant {how.variant}: expected one_way, two_way or direct")
-    if how.fused:
+    if how.kernel:
         _check_fused(how, q, k, v)
 
 
@@ -166,10 +166,10 @@ def with_kernel(how: Attention, implementation: str | None, balanced: bool) -> A
     """Set what computes a block of attention: cuDNN's kernel, or, for None and "xla", matmuls."""
     if implementation not in (None, "xla", "cudnn"):
         raise ValueError(f"implementation={implementation!r}: expected None, 'xla' or 'cudnn'")
-    fused = implementation == "cudnn"
-    return how._replace(
-        fused=fused, balanced=balanced and fused and how.causal and how.axis_size > 1
-    )
+    if implementation != "cudnn":
+        return how
+    balanced = balanced and how.causal and how.axis_size > 1
+    return how._replace(kernel=fused_attention.CUDNN, balanced=balanced)
 
 
 def _check_fused(how: Attention, q: Array, k: Array, v: Array) -> None:

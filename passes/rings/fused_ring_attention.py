@@ -38,7 +38,6 @@ from typing import Any
 import jax.numpy as jnp
 from jax import Array, lax
 
-from jaxoverlap._jax import fused_attention
 from jaxoverlap.passes.rings import orders
 from jaxoverlap.passes.rings.all_gather_matmul import wide
 from jaxoverlap.passes.rings.ring_attention import Attention, Home, Travel
@@ -115,12 +114,14 @@ def _block_backward(how: Attention, step: orders.GatherStep, *operands: Array) -
 
 
 def _forward(how: Attention, q: Array, k: Array, v: Array, *, causal: bool) -> Merged:
-    return fused_attention.block_forward(q, k, v, causal=causal, scale=how.scale)
+    assert how.kernel is not None
+    return how.kernel.forward(q, k, v, causal=causal, scale=how.scale)
 
 
 def _backward(how: Attention, *operands: Array, causal: bool) -> Gradients:
     """Compute one block's part of the gradients."""
-    return fused_attention.block_backward(*operands, causal=causal, scale=how.scale)
+    assert how.kernel is not None
+    return how.kernel.backward(*operands, causal=causal, scale=how.scale)
 
 
 def _merge(state: Merged | None, block: Merged) -> Merged:

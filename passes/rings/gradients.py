@@ -209,25 +209,30 @@ def _dims(how: RingMatmul, letters: str) -> dict[str, int]:
 # -- attention ------------------------------------------------------------------------------------
 
 
+def attend(how: Attention, *operands: Array) -> tuple[Array, Array]:
+    """Attend in a ring of matmuls or of fused kernels, as `how` says; see `ring_attention`."""
+    return (fused_ring_attention if how.kernel else ring_attention).attend(how, *operands)
+
+
+def attend_backward(how: Attention, *operands: Array) -> tuple[Array, Array, Array]:
+    """Compute the gradients of `attend`; see `ring_attention`."""
+    return (fused_ring_attention if how.kernel else ring_attention).attend_backward(how, *operands)
+
+
 @_with_gradients
 def attended(how: Attention, q: Array, k: Array, v: Array) -> Array:
     """Attend in a ring; shapes as in `ring_attention.attend`."""
-    return attention_ring(how).attend(how, q, k, v)[0]
-
-
-def attention_ring(how: Attention) -> Any:
-    """Return the module whose `attend` and `attend_backward` are the ring of this attention."""
-    return fused_ring_attention if how.fused else ring_attention
+    return attend(how, q, k, v)[0]
 
 
 def _attended_forward(how: Attention, q: Array, k: Array, v: Array) -> tuple[Array, tuple]:
-    output, log_sums = attention_ring(how).attend(how, q, k, v)
+    output, log_sums = attend(how, q, k, v)
     return output, (q, k, v, output, log_sums)
 
 
 def _attended_backward(how: Attention, kept: tuple, dy: Array) -> tuple[Array, Array, Array]:
     q, k, v, output, log_sums = kept
-    return attention_ring(how).attend_backward(how, q, k, v, output, log_sums, dy)
+    return attend_backward(how, q, k, v, output, log_sums, dy)
 
 
 @_with_gradients

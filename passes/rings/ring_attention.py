@@ -36,6 +36,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
+from jaxoverlap._jax.fused_attention import BlockKernel
 from jaxoverlap.passes.rings import chunks, orders
 from jaxoverlap.passes.rings.all_gather_matmul import wide
 from jaxoverlap.passes.rings.chunks import Chunking
@@ -58,7 +59,7 @@ class Attention(NamedTuple):
         causal: whether a query sees no keys after its own position.
         scale: the factor by which the scores are multiplied.
         variant: how keys and values travel; not "sliced".
-        fused: whether a block is a call of cuDNN's kernel (`fused_ring_attention.py`).
+        kernel: the fused kernel that a block is (`fused_ring_attention.py`); none: matmuls.
         balanced: whether devices have halves of the sequence in pairs there, under a causal mask.
     """
 
@@ -67,7 +68,7 @@ class Attention(NamedTuple):
     causal: bool
     scale: float
     variant: Variant
-    fused: bool = False
+    kernel: BlockKernel | None = None
     balanced: bool = False
 
 
@@ -127,7 +128,6 @@ class Travel:
     def __init__(self, how: Attention, k: Array, v: Array):
         self.how, self.cut = how, Chunking(1, how.variant.slices)
         self.size = k.shape[_SEQUENCE]
-        self.rank = lax.axis_index(how.axis)
         self.held: dict[tuple[int, int], Pair] = {}  # by chunk and piece
         for j in range(how.variant.slices):
             mine = [chunks.take(x, _SEQUENCE, self.cut, piece=j) for x in (k, v)]
@@ -163,7 +163,8 @@ class Travel:
 
     def start(self, step: orders.GatherStep, piece: int) -> Any:
         """Return the global position of the first key of a piece."""
-        chunk = orders.chunk_at(self.rank, step.back, self.how.axis_size)
+        rank = lax.axis_index(self.how.axis)
+        chunk = orders.chunk_at(rank, step.back, self.how.axis_size)
         return chunk * self.size + piece * self.cut.size(self.size)
 
 

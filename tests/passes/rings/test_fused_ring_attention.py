@@ -15,45 +15,18 @@ import jaxoverlap
 from jaxoverlap import ring
 from jaxoverlap._jax import fused_attention
 from jaxoverlap.flags import options_for
-from tests.support.attention import plain
+from tests.support.attention import plain, stand_in, stand_in_backward
 from tests.support.engine import AXIS, assert_close, jitted, normal, per_device, shards
 from tests.support.pods import pytestmark as pods
 
 BATCH, PER_DEVICE, HEADS, HEAD = 2, 4, 4, 8
 
 
-def stand_in(q, k, v, *, causal: bool, scale: float):
-    """Compute what cuDNN's forward kernel does: the output and the log of the softmax's sums."""
-    k, v = (jnp.repeat(x, q.shape[2] // x.shape[2], axis=2) for x in (k, v))
-    scores = jnp.einsum("bshd,bthd->bhst", q, k) * scale
-    if causal:
-        scores = jnp.where(np.tri(*scores.shape[-2:], dtype=bool), scores, -jnp.inf)
-    log_sums = jax.nn.logsumexp(scores, -1)
-    return jnp.einsum("bhst,bthd->bshd", jnp.exp(scores - log_sums[..., None]), v), log_sums
-
-
-def stand_in_backward(q, k, v, out, log_sums, to_out, *, causal: bool, scale: float):
-    """Compute what cuDNN's backward kernel does, from the sums that it is given."""
-    shared = q.shape[2] // k.shape[2]
-    keys, values = (jnp.repeat(x, shared, axis=2) for x in (k, v))
-    scores = jnp.einsum("bshd,bthd->bhst", q, keys) * scale
-    if causal:
-        scores = jnp.where(np.tri(*scores.shape[-2:], dtype=bool), scores, -jnp.inf)
-    p = jnp.exp(scores - log_sums[..., None])
-    delta = jnp.einsum("bshd,bshd->bhs", to_out, out)
-    to_scores = p * (jnp.einsum("bshd,bthd->bhst", to_out, values) - delta[..., None]) * scale
-    to_q = jnp.einsum("bhst,bthd->bshd", to_scores, keys)
-    to_k = jnp.einsum("bhst,bshd->bthd", to_scores, q)
-    to_v = jnp.einsum("bhst,bshd->bthd", p, to_out)
-    to_k, to_v = (x.reshape(*k.shape[:3], shared, -1).sum(3) for x in (to_k, to_v))
-    return to_q, to_k, to_v
-
-
 @pytest.fixture
 def emulated(monkeypatch):
     monkeypatch.setattr(fused_attention, "refusal", lambda q, k, v: None)
-    monkeypatch.setattr(fused_attention, "block_forward", stand_in)
-    monkeypatch.setattr(fused_attention, "block_backward", stand_in_backward)
+    kernel = fused_attention.BlockKernel(stand_in, stand_in_backward)
+    monkeypatch.setattr(fused_attention, "CUDNN", kernel)
 
 
 @pytest.mark.parametrize(
@@ -103,7 +76,8 @@ def test_each_device_has_the_same_work(emulated, monkeypatch):
         shapes.append((q.shape, k.shape, causal))
         return stand_in(q, k, v, causal=causal, scale=scale)
 
-    monkeypatch.setattr(fused_attention, "block_forward", counted)
+    kernel = fused_attention.BlockKernel(counted, stand_in_backward)
+    monkeypatch.setattr(fused_attention, "CUDNN", kernel)
     x = np.ones((4, BATCH, PER_DEVICE, HEADS, HEAD), np.float32)
     body = lambda q: ring.ring_attention(q, q, q, AXIS, causal=True, implementation="cudnn")  # noqa: E731
     jitted(4, body).trace(x)
