@@ -4,14 +4,15 @@
 
 Where XLA shards queries along the sequence, keys and values travel in a ring, each hop under a
 block of attention (`passes/rings/ring_attention.py`), or are gathered, if that is estimated to take
-less time. Batch and heads may be sharded too, at no cost.
+less time. A causal ring of cuDNN's kernels is balanced over the devices where that is estimated to
+take less time. Batch and heads may be sharded too, at no cost.
 """
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import jax
@@ -27,6 +28,7 @@ from jaxoverlap._util.text import short_source
 from jaxoverlap.ops.define import operation
 from jaxoverlap.ops.einsum import stays_plain
 from jaxoverlap.ops.partition import terms_now
+from jaxoverlap.passes.rings.fused_ring_attention import in_order, paired
 from jaxoverlap.passes.rings.gradients import attend, attend_backward
 from jaxoverlap.passes.rings.ring_attention import SCORES, TO_KEY, TO_QUERY, Attention, dot
 from jaxoverlap.plan import operations
@@ -196,12 +198,14 @@ class _Lies:
         batch, heads: the mesh axes of the batch and of the kv heads.
         queries: those of the queries' sequence.
         ring: the axis along which keys and values travel; "" where each device has all of them.
+        balanced: whether devices exchange halves of the sequence before and after the ring.
     """
 
     batch: tuple[str, ...]
     heads: tuple[str, ...]
     queries: tuple[str, ...]
     ring: str
+    balanced: bool = False
 
     def spec(self, letters: str) -> Spec:
         """Return the sharding of a value of these dims."""
@@ -215,7 +219,7 @@ def _partition(backward: bool, **kind: Any) -> Callable[[Operation], DeviceProgr
     results = (_Q, _K, _V) if backward else (_OUT, _STATS)
 
     def answer(op: Operation) -> DeviceProgram:
-        lies, why = _lies(op, _Kind(**kind))
+        lies, why = _lies(op, _Kind(**kind), backward)
         given = tuple(map(lies.spec, operands))
         structs = local_structs(op.mesh, op.avals, given)
         how = functools.partial(_local, op.mesh, lies, backward, _Kind(**kind))
@@ -230,8 +234,10 @@ def _local(mesh: Mesh, lies: _Lies, backward: bool, kind: _Kind, *operands: Arra
     """Compute one device's part."""
     if lies.ring:
         kernel = fused_attention.CUDNN_LOCAL if kind.fused else None
-        size = mesh.shape[lies.ring]
-        how = Attention(lies.ring, size, kind.causal, kind.scale, Variant(), kernel)
+        settings = kind.causal, kind.scale, Variant(), kernel, lies.balanced
+        how = Attention(lies.ring, mesh.shape[lies.ring], *settings)
+        if lies.balanced:
+            return _balanced(how, *operands)
         return list((attend_backward if backward else attend)(how, *operands))
     first = 0
     if lies.queries:
@@ -245,7 +251,18 @@ def _local(mesh: Mesh, lies: _Lies, backward: bool, kind: _Kind, *operands: Arra
     return [to_q, to_k, to_v]
 
 
-def _lies(op: Operation, kind: _Kind) -> tuple[_Lies, Reason | None]:
+def _balanced(how: Attention, *operands: Array) -> list[Array]:
+    """Compute one device's part of a ring, forward or backward, with halves exchanged for it."""
+    sums = _STATS.split(" ").index("t")
+    dims = [sums if i == 4 else 1 for i in range(len(operands))]
+    given = [paired(how, x, dim) for x, dim in zip(operands, dims, strict=True)]
+    if len(operands) > 3:
+        return [in_order(how, x) for x in attend_backward(how, *given)]
+    out, log_sums = attend(how, *given)
+    return [in_order(how, out), in_order(how, log_sums, sums)]
+
+
+def _lies(op: Operation, kind: _Kind, backward: bool) -> tuple[_Lies, Reason | None]:
     """Choose an attention's sharding; return it, and why keys are gathered, if they are.
 
     The kernel has no causal mask for a part of the queries and all keys: without a ring, queries
@@ -264,8 +281,26 @@ def _lies(op: Operation, kind: _Kind) -> tuple[_Lies, Reason | None]:
     if axis not in keys and not only_ring:
         return without, Reason("no collective", "each device has all keys")
     ring = _Lies(batch, heads, queries, axis)
+    if only_ring and _balance_pays(op, ring, backward):
+        ring = replace(ring, balanced=True)
     why = None if kind.fused else _why_unprofitable(op, axis, ring)
     return (without, why) if why else (ring, None)
+
+
+def _balance_pays(op: Operation, lies: _Lies, backward: bool) -> bool:
+    """Return whether half of a causal ring's work takes longer than the exchange that saves it."""
+    prices, n = terms_now(op.mesh).prices, op.mesh.shape[lies.ring]
+    q, k = local_structs(op.mesh, op.avals[:2], [lies.spec(s) for s in (_Q, _K)])
+    b, t, m, g, h = q.shape
+    if prices is None or prices.cost.tables.attention is None or t % 2:
+        return False
+    block_s = prices.cost.attention_s(t, t, b * m * g, h, backward=backward)
+    return prices.hop_s(lies.ring, _exchanged(q, k, backward)) < (n - 1) / 2 * block_s
+
+
+def _exchanged(q: Any, k: Any, backward: bool) -> int:
+    """Count the bytes that a device exchanges: q, k, v, the output and, backward, gradients."""
+    return (2 + 2 * backward) * (q.size + k.size) * q.dtype.itemsize
 
 
 def _why_unprofitable(op: Operation, axis: str, lies: _Lies) -> Reason | None:
@@ -305,8 +340,10 @@ def _entry(op: Operation, lies: _Lies, why: Reason | None, backward: bool) -> De
     einsum = "btmgh,bsmh,bsmw->btmgw"
     if why is not None:
         return Skip(site=0, source="", einsum=einsum, runs=1, why=why)
-    k, v = local_structs(op.mesh, op.avals[1:3], list(map(lies.spec, (_K, _V))))
+    q, k, v = local_structs(op.mesh, op.avals[:3], list(map(lies.spec, (_Q, _K, _V))))
     sent = (k.size * k.dtype.itemsize + v.size * v.dtype.itemsize) * (op.mesh.shape[lies.ring] - 1)
+    sent *= 2 if backward else 1
+    sent += _exchanged(q, k, backward) if lies.balanced else 0
     return Decision(
         site=0,
         ring=0,
@@ -316,7 +353,7 @@ def _entry(op: Operation, lies: _Lies, why: Reason | None, backward: bool) -> De
         axis=lies.ring,
         letter="s",
         num_chunks=op.mesh.shape[lies.ring],
-        bytes_moved=sent * (2 if backward else 1),
+        bytes_moved=sent,
         runs=1,
         why="keys, values and the sums of their gradients travel" if backward else "",
     )

@@ -201,16 +201,16 @@ def _is_earlier(how: Attention, step: orders.GatherStep) -> Array:
     return orders.chunk_at(rank, step.back, how.axis_size) < rank
 
 
-def paired(how: Attention, x: Array) -> Array:
-    """Exchange halves 2r and 2r + 1 for r and 2N - 1 - r, which rank r takes."""
-    sent = [_sent(how, half, j, _there) for j, half in enumerate(_halves(x))]
-    return jnp.concatenate(_swapped(how, sent), _SEQUENCE)
+def paired(how: Attention, x: Array, dim: int = _SEQUENCE) -> Array:
+    """Exchange halves 2r and 2r + 1 of a dim for r and 2N - 1 - r, which rank r takes."""
+    sent = [_sent(how, half, j, _there) for j, half in enumerate(_halves(x, dim))]
+    return jnp.concatenate(_swapped(how, sent), dim)
 
 
-def in_order(how: Attention, x: Array) -> Array:
+def in_order(how: Attention, x: Array, dim: int = _SEQUENCE) -> Array:
     """Undo `paired`."""
-    sent = [_sent(how, half, j, _back) for j, half in enumerate(_swapped(how, _halves(x)))]
-    return jnp.concatenate(sent, _SEQUENCE)
+    halves = _swapped(how, _halves(x, dim))
+    return jnp.concatenate([_sent(how, half, j, _back) for j, half in enumerate(halves)], dim)
 
 
 def _sent(how: Attention, x: Array, odd: int, pairs: Callable[[int, int], Any]) -> Array:
