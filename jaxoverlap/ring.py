@@ -32,6 +32,7 @@ from typing import Any
 from jax import Array
 
 from jaxoverlap.passes.rings import arguments, gradients
+from jaxoverlap.passes.rings.fused_ring_attention import in_order, paired
 from jaxoverlap.passes.rings.ring_attention import Attention
 from jaxoverlap.plan.plan import Variant
 
@@ -250,6 +251,8 @@ def ring_attention(
     causal: bool = False,
     scale: float | None = None,
     variant: str | Variant = "one_way",
+    implementation: str | None = None,
+    balanced: bool = True,
 ) -> Array:
     """Compute attention over a sharded sequence; keys and values travel under blocks of it.
 
@@ -259,7 +262,9 @@ def ring_attention(
     | [batch, sequence/N, heads, head] | [batch, keys/N, kv heads, head] | like q |
 
     Backward, the gradients of k and v travel with k and v. Each device holds the scores of one
-    block, [batch, heads, sequence/N, keys/N], in float32.
+    block, [batch, heads, sequence/N, keys/N], in float32; with `implementation="cudnn"` none. That
+    one needs what `jax.nn.dot_product_attention(implementation="cudnn")` needs, and all axes of
+    the mesh manual.
 
     Args:
         q, k, v: this device's part of the sequence; kv heads divide heads.
@@ -267,14 +272,21 @@ def ring_attention(
         causal: whether a query sees no keys after its own position in the full sequence.
         scale: what scores are multiplied by; none: 1/sqrt(head).
         variant: how keys and values travel; not "sliced".
+        implementation: what computes a block: "cudnn", its fused kernel; None or "xla", matmuls.
+        balanced: for "cudnn" with a causal mask: exchange halves of the sequence before and after,
+            which halves the ring's work. Not worth it over slow links with short sequences.
 
     Raises:
-        ValueError: for a shape or variant that does not fit.
+        ValueError: for a shape, variant or implementation that does not fit.
     """
     how = _attention(q, axis_name, causal, scale, variant)
+    how = arguments.with_kernel(how, implementation, balanced)
     arguments.check_attention(how, q, k, v)
-    grouped = _grouped(q, k)
-    return gradients.attended(how, *arguments.varying(axis_name, grouped, k, v)).reshape(q.shape)
+    operands = arguments.varying(axis_name, _grouped(q, k), k, v)
+    if how.balanced:
+        operands = [paired(how, x) for x in operands]
+    out = gradients.attended(how, *operands)
+    return (in_order(how, out) if how.balanced else out).reshape(q.shape)
 
 
 def query_split_attention(

@@ -19,7 +19,16 @@ from models.config import Mistake, Run
 # These may change from one run to the next, as may the mesh: they say how long a run is, what it
 # writes, and in which processes it runs.
 FREE = {"steps", "plain", "halves", "plan", "checkpoint", "save_every", "metrics", "log_every"}
-FREE |= {"workers", "profile", "distributed", "coordinator", "processes", "process", "timeout_s"}
+FREE |= {
+    "attention",
+    "workers",
+    "profile",
+    "distributed",
+    "coordinator",
+    "processes",
+    "process",
+    "timeout_s",
+}
 
 
 class Checkpoints:

@@ -12,6 +12,7 @@ from typer import Option
 from jaxoverlap.train import arguments
 
 DTYPES = ("float32", "bfloat16", "float16", "float64")
+ATTENTION = ("auto", "xla", "cudnn")  # auto: cuDNN where it runs (`models/attention.py`)
 
 
 class Mistake(ValueError):
@@ -64,6 +65,7 @@ class Run:
     batch: Annotated[int, Option(help="Over all devices.")] = 8
     dtype: Annotated[str, Option(help="Of activations and matmuls.")] = "float32"
     param_dtype: Annotated[str, Option(help="Of weights and Adam's moments.")] = "float32"
+    attention: Annotated[str, Option(help="xla, cudnn, or auto: cudnn where it runs.")] = "auto"
     learning_rate: float = 3e-3
     warmup: Annotated[int, Option(help="Steps.")] = 10
     weight_decay: float = 0.1
@@ -97,6 +99,8 @@ class Run:
         for name in ("dtype", "param_dtype"):
             if getattr(self, name) not in DTYPES:
                 yield f"{name}={getattr(self, name)!r}: expected one of {', '.join(DTYPES)}"
+        if self.attention not in ATTENTION:
+            yield f"attention={self.attention!r}: expected one of {', '.join(ATTENTION)}"
 
     def mistakes(self) -> Iterator[str]:
         """Yield the errors of combinations of options, each of which is in range."""
@@ -162,6 +166,11 @@ class Run:
         return (self.workers if self.has_workers else 1) * math.prod(self.mesh.values())
 
     @property
+    def head_size(self) -> int:
+        """Return the size of an attention head."""
+        return self.hidden // self.heads
+
+    @property
     def tokens(self) -> int:
         """Return the number of tokens in a step, over all devices."""
         raise NotImplementedError
@@ -177,8 +186,8 @@ class Run:
 
     @classmethod
     def sized(cls, sizes: dict[str, Any], changes: dict[str, Any]) -> Self:
-        """Return a configuration with sizes for a pod, in bfloat16."""
-        return cls(**{"layers": 4, "dtype": "bfloat16", **sizes, **changes})
+        """Return a configuration with sizes for a pod, in bfloat16, with plain attention."""
+        return cls(**{"layers": 4, "dtype": "bfloat16", "attention": "xla", **sizes, **changes})
 
 
 @dataclasses.dataclass(frozen=True)

@@ -12,7 +12,7 @@ model, experts over expert too, layers over pipeline, and tables over fsdp, mode
 """
 
 import dataclasses
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any, ClassVar
 
 import jax
@@ -25,8 +25,9 @@ from jaxoverlap.parallelism.configuration import Configuration
 from jaxoverlap.parallelism.model import Transformer
 from jaxoverlap.parallelism.sharding import ACTIVATIONS, BATCH
 from models import gpt, micro_batches, moe
+from models.attention import uses_cudnn
 from models.config import TextRun
-from models.layers import Layout, Norm, Weight, cross_entropy, shard, stack, wide, without
+from models.layers import Layout, Norm, Weight, cross_entropy, shard, stack, wide
 
 TABLE = P(("fsdp", "model", "pipeline"), None)
 SLACK, GROUP = 1.25, 1024  # of a named model's experts, as models.moe has them for pods
@@ -113,16 +114,14 @@ class Attention(gpt.Attention):
         out = (heads, size, hidden)
         self.out = Weight(config, mesh, rngs, P("model", None, "fsdp"), out, back)
         self.config, self.mesh, self.at = config, mesh, layout
+        context = config.split.context
+        sharded = f"no ring is here for sequences sharded over context={context}"
+        self.fused = uses_cudnn(config, mesh, sharded if context > 1 else None)
         self.einsum = gpt.einsum_of(config)
 
     def attend(self, q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
         if self.config.split.recompute == "selective":
-            return jax.checkpoint(self.fused_or_not)(q, k, v)
-        return self.fused_or_not(q, k, v)
-
-    def fused_or_not(self, q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
-        if uses_cudnn(self.config, self.mesh):
-            return shard(on_each_device(cudnn, self.at.heads)(q, k, v), self.mesh, self.at.heads)
+            return jax.checkpoint(super().attend)(q, k, v)
         return super().attend(q, k, v)
 
     def __call__(self, x: jax.Array) -> jax.Array:
@@ -136,39 +135,11 @@ class Attention(gpt.Attention):
     def repeated(self, keys: jax.Array) -> jax.Array:
         """Return keys or values with repeated heads: one per device or, without cuDNN, query."""
         have, want = keys.shape[2], self.config.split.model
-        if not uses_cudnn(self.config, self.mesh):
+        if not self.fused:
             want = self.config.heads
         if have % want:
             keys = jnp.repeat(keys, want // have, axis=2)
         return shard(keys, self.mesh, self.at.heads)
-
-
-def cudnn(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
-    return jax.nn.dot_product_attention(q, k, v, is_causal=True, implementation="cudnn")
-
-
-def on_each_device(attend: Callable, spec: P) -> Callable:
-    """Run attention on each device's sequences and heads, inside a shard_map.
-
-    Inside one, cuDNN's attention has to be told its part: XLA cannot ask Python how to partition it
-    where some axes are manual. Elsewhere it is left to XLA, through which `overlap` cuts the batch.
-    """
-    inside = jax.sharding.get_abstract_mesh()
-    if not inside.manual_axes:
-        return attend
-    spec, automatic = (
-        without(spec, inside.manual_axes),
-        set(inside.axis_names) - set(inside.manual_axes),
-    )
-    return jax.shard_map(
-        attend, in_specs=(spec,) * 3, out_specs=spec, axis_names=automatic, check_vma=False
-    )
-
-
-def uses_cudnn(config: Config, mesh: Mesh) -> bool:
-    """Return whether attention uses cuDNN: on GPUs, in 16 bits, if sequences are not sharded."""
-    narrow = jnp.dtype(config.dtype).itemsize == 2
-    return mesh.devices.flat[0].platform != "cpu" and narrow and config.split.context == 1
 
 
 class MLP(gpt.MLP):

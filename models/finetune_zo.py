@@ -173,7 +173,12 @@ def configuration(options: FineTune) -> Config:
         raise Mistake(f"{path}: not of the GPT of models.train_gpt, as it lacks some of {shape}")
     fields = {name: saved[name] for name in shape}
     changes: dict[str, Any] = dict(
-        batch=options.batch, seed=options.seed, text=options.text, data=1, model=options.model
+        batch=options.batch,
+        seed=options.seed,
+        text=options.text,
+        data=1,
+        model=options.model,
+        attention="xla",
     )
     return Config(**fields, **changes, steps=options.steps, plain=True)
 

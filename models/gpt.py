@@ -15,6 +15,7 @@ Every one of them is pinned by a constraint: where one is missing, the compiler 
 and in attention's backward pass it chooses all-to-alls of gigabytes.
 """
 
+import functools
 import math
 from typing import Any, ClassVar
 
@@ -24,6 +25,7 @@ from flax import nnx
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
+from models.attention import cudnn, on_each_device, uses_cudnn
 from models.config import Config, Run, TextRun
 from models.layers import (
     Layout,
@@ -64,7 +66,7 @@ class Attention(nnx.Module):
         self.v = Weight(config, mesh, rngs, into, shape, std)
         self.out = Weight(config, mesh, rngs, P(second, None, first), (heads, size, hidden), back)
         self.config, self.mesh, self.at = config, mesh, layout
-        self.einsum = einsum_of(config)
+        self.einsum, self.fused = einsum_of(config), uses_cudnn(config, mesh)
 
     def __call__(self, x: jax.Array) -> jax.Array:
         mesh, heads = self.mesh, self.at.heads
@@ -82,6 +84,10 @@ class Attention(nnx.Module):
     def attend(self, q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
         """Return softmax(queries @ keys) @ values of each head."""
         mesh, at, dtype = self.mesh, self.at, q.dtype
+        if self.fused:
+            kernel = functools.partial(cudnn, causal=self.ordered)
+            attend = on_each_device(kernel, mesh, at.heads, always=False)
+            return shard(attend(q, k, v), mesh, at.heads)
         scores = self.einsum("bqnh,bknh->bnqk", q, k)
         scores = scores.astype(wide(dtype)) / math.sqrt(q.shape[-1])
         if self.ordered:

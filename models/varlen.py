@@ -13,7 +13,9 @@ from flax import nnx
 from jax.sharding import Mesh
 
 from jaxoverlap.train import varlen
+from jaxoverlap.train.varlen.device.fused import has_kernel
 from models import gpt
+from models.attention import uses_cudnn
 from models.config import Mistake
 from models.layers import rotate, run_stack, shard
 from models.long_context import BY_SEQUENCE, Config
@@ -111,9 +113,14 @@ def make_step(
             "in a step; change one of them"
         )
     cluster = config.prices or f"h100-sxm:{config.data}x{config.context}"
+    fused = {"auto": None, "xla": False, "cudnn": True}[config.attention]
+    if uses_cudnn(config, mesh) and fused and not has_kernel(mesh):
+        raise Mistake(
+            "attention='cudnn' with varlen: its kernel is for Hopper and later GPUs; give 'xla'"
+        )
     try:
         costs = varlen.attention_costs(
-            cluster, heads=config.heads, head_size=config.hidden // config.heads, mlp=config.mlp
+            cluster, heads=config.heads, head_size=config.head_size, mlp=config.mlp, fused=fused
         )
     except ValueError as error:
         raise Mistake(f"--prices {cluster}: {error}") from error
@@ -130,6 +137,7 @@ def make_step(
         make_optimizer(config),
         mesh,
         costs=costs,
+        fused=fused,
         transform=lambda step: overlapped(step, config),
     )
     return step, planner

@@ -12,10 +12,13 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import inspect
 from collections.abc import Callable, Iterator
 from contextvars import ContextVar
-from typing import Any
+from typing import Any, NamedTuple
 
+import jax
+import jax.numpy as jnp
 from jax import Array
 from jax._src import xla_bridge
 from jax._src.cudnn import fused_attention_stablehlo as cudnn
@@ -103,3 +106,101 @@ def packed_causal(
         query, key, value, q_seqlen=lengths, kv_seqlen=lengths, q_offsets=starts,
         kv_offsets=starts, scale=scale, mask_type=cudnn.MaskType.PADDING_CAUSAL,
     )  # fmt: skip
+
+
+def refusal(q: Any, k: Any, v: Any) -> str | None:
+    """Return why cuDNN's attention does not take these arrays or shapes; None if it takes them.
+
+    The answer is JAX's own, for the chip that is answered for. Shapes as in `block_forward`.
+    """
+    like = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in (q, k, v)]
+    try:
+        jax.eval_shape(lambda *x: block_forward(*x, causal=False, scale=1.0), *like)
+    except (NotImplementedError, RuntimeError, ValueError) as error:
+        return str(error)
+    return None
+
+
+def block_forward(
+    q: Array, k: Array, v: Array, *, causal: bool, scale: float, local: bool = False
+) -> tuple[Array, Array]:
+    """Attend to one block of keys by cuDNN's kernel, and return the log of the softmax's sums too.
+
+    Args:
+        q: f16 or bf16[batch, queries, heads, head].
+        k, v: [batch, keys, kv heads, head].
+        causal: whether a query sees no keys after its own index in the block.
+        scale: the factor of scores.
+        local: whether XLA's partitioner asked for this code, and partitions nothing in it.
+
+    Returns:
+        The output, like q, and the natural log of the sums, f32[batch, heads, queries].
+    """
+    if local:
+        missing, settings = _settings(q, causal, scale)
+        made = cudnn._dot_product_attention_fwd_impl(
+            q, k, v, *missing, **settings, **_newer(score_mod_args=()), is_training=True
+        )
+        return made[0], made[1]
+    out, log_sums = cudnn.dot_product_attention(  # pyright: ignore[reportAssignmentType]
+        q, k, v, scale=scale, mask_type=_mask(causal), return_residual=True
+    )
+    return out, log_sums
+
+
+def block_backward(
+    q: Array,
+    k: Array,
+    v: Array,
+    out: Array,
+    log_sums: Array,
+    to_out: Array,
+    *,
+    causal: bool,
+    scale: float,
+    local: bool = False,
+) -> tuple[Array, Array, Array]:
+    """Compute one block's part of the gradients of q, k and v by cuDNN's backward kernel.
+
+    `out` and `log_sums` are those of all blocks together, shaped as `block_forward` returns them:
+    the probabilities of a block are the exponentials of its scores less `log_sums`. JAX has no
+    function for that, so its primitive is called.
+    """
+    missing, settings = _settings(q, causal, scale)
+    bind: Any = cudnn._dot_product_attention_bwd_p_wrapper.bind
+    if local:
+        bind = functools.partial(cudnn._dot_product_attention_bwd_impl, **_newer(score_mod_args=()))
+    to_q, to_k, to_v = bind(q, k, v, *missing, log_sums, out, to_out, **settings)
+    return to_q, to_k, to_v
+
+
+def _settings(q: Array, causal: bool, scale: float) -> tuple[list[Array], dict[str, Any]]:
+    """Return bias, lengths, offsets and pages as JAX writes missing ones, and the parameters."""
+    return [jnp.zeros(0, q.dtype)] * 7, dict(
+        scale=scale, seed=42, dropout_rate=0.0, variadic_args=(False, False),
+        mask_type=_mask(causal), layout=cudnn.AttentionLayout.BTNH.value,
+        sliding_window_length=None, **_newer(score_mod=None),
+    )  # fmt: skip
+
+
+def _mask(causal: bool) -> Any:
+    return cudnn.MaskType.CAUSAL if causal else cudnn.MaskType.NO_MASK
+
+
+def _newer(**parameters: Any) -> dict[str, Any]:
+    """Return parameters that jax 0.11 has not, where this one has them."""
+    takes = inspect.signature(cudnn._dot_product_attention_bwd_impl).parameters
+    return {name: value for name, value in parameters.items() if name in takes}
+
+
+class BlockKernel(NamedTuple):
+    """A fused kernel for one block of attention: `block_forward` and `block_backward`, or alike."""
+
+    forward: Callable[..., tuple[Array, Array]]
+    backward: Callable[..., tuple[Array, Array, Array]]
+
+
+CUDNN = BlockKernel(block_forward, block_backward)
+CUDNN_LOCAL = BlockKernel(
+    functools.partial(block_forward, local=True), functools.partial(block_backward, local=True)
+)

@@ -17,6 +17,8 @@ from jaxoverlap.hardware import pods
 from jaxoverlap.hardware.cluster import Cluster
 
 BY_COPY = "xla_gpu_collective_permute_mode"
+# Its values with which permutes inside a process take no SMs, as XLA_FLAGS may name them too.
+COPIES = frozenset(("COLLECTIVES_PEER_MEMORY", "COLLECTIVES_SYMMETRIC_MEMORY", "peer", "symmetric"))
 _MOST_GATHERED = "xla_gpu_all_gather_combine_threshold_bytes"
 
 

@@ -24,7 +24,7 @@ from jaxoverlap._util.text import short_source
 from jaxoverlap.cost.find import cost_model, has_cost_model
 from jaxoverlap.cost.groups import groups_of
 from jaxoverlap.flags import is_gpu, options_for
-from jaxoverlap.flags.required import BY_COPY, RINGS, why_one_stream
+from jaxoverlap.flags.required import BY_COPY, COPIES, why_one_stream
 from jaxoverlap.hardware.topology import axis_costs, cluster_of
 from jaxoverlap.ops.local import LocalGroup, local_group
 from jaxoverlap.passes.analysis.einsum import Spec
@@ -118,8 +118,7 @@ def terms_now(mesh: Mesh) -> Terms:
 
 
 def _permutes_are_copies() -> bool:
-    wanted = next((s.value for s in RINGS if s.name == BY_COPY), None)
-    return compiler_option(BY_COPY) == wanted
+    return compiler_option(BY_COPY) in COPIES
 
 
 @functools.lru_cache(maxsize=32)

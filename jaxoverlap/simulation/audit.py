@@ -28,7 +28,7 @@ _RING = re.compile(rf"\b({'|'.join((*RING_PASSES.values(), *OPERATIONS))})\.(\d+
 _MESH_GROUPS = re.compile(r"replica_groups=mesh\[([^\]]*)\](?:, device_ids=\([^{]*\))? \{([^}]*)\}")
 _GROUPS = re.compile(r", (replica_groups|source_target_pairs)=(\S+?)(?:, |$)")
 _SYNCHRONOUS = re.compile(r'"?is_sync"?[:=]true')
-_BY_COPY = '"collectives_mode":"COLLECTIVES_PEER_MEMORY"'
+_BY_COPY = re.compile(r'"collectives_mode":"COLLECTIVES_(PEER|SYMMETRIC)_MEMORY"')
 _SCALE_UP = '"communication_domain":"COLLECTIVE_COMMUNICATION_DOMAIN_SCALE_UP_FABRIC"'
 
 
@@ -205,7 +205,7 @@ def _collectives(module: hlo.Module) -> Iterator[Collective]:
                 matmuls=starts.matmuls(position, done) if asynchronous else (),
                 groups=_groups(core),
                 op_name=core.op_name,
-                by_copy=_BY_COPY in core.line,
+                by_copy=_BY_COPY.search(core.line) is not None,
                 scale_up=_SCALE_UP in core.line,
             )
 

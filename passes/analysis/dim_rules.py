@@ -17,7 +17,12 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 import numpy as np
 
-from jaxoverlap.passes.analysis.sharding_rules import BACKWARD, FORWARD, rule_of
+from jaxoverlap.passes.analysis.sharding_rules import (
+    TE_BACKWARD,
+    TE_FORWARD,
+    rule_of,
+    sequences_are_alone,
+)
 
 Factors = tuple[Hashable, ...]
 """The factors of a value's dims, in order."""
@@ -56,11 +61,15 @@ def dim_rule(eqn: Any) -> DimRule | None:
 def _stated(eqn: Any, operands: tuple[Factors, ...], results: tuple[Factors, ...]) -> DimRule:
     """Return the rule of an operation that partitions itself; it runs on all of its operands.
 
-    Of cuDNN's attention each sequence is computed alone, unless a mask of the batch drops scores.
+    Of an attention each sequence is computed alone, unless a mask of the batch drops scores.
+    Transformer Engine's also has results for all the batch: the greatest score, and a random state
+    that only dropout reads, are of the parts' greatest; gradients of a shared bias are added.
     """
     factors = frozenset(f for names in (*operands, *results) for f in names)
-    alone = eqn.primitive.name in (FORWARD, BACKWARD) and not eqn.params["dropout_rate"]
-    return DimRule(operands, results, mixed=factors - {"b"} if alone else factors)
+    if not sequences_are_alone(eqn):
+        return DimRule(operands, results, mixed=factors)
+    combine = {TE_FORWARD: "max", TE_BACKWARD: "add"}.get(eqn.primitive.name)
+    return DimRule(operands, results, combine, mixed=factors - {"b"})
 
 
 # They compute each element of their results from the same element of their operands.

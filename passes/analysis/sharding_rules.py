@@ -4,8 +4,9 @@
 
 A rule names the dims of operands and results; dims of one name are one and the same, and are
 sharded alike. Shardy reads it to propagate shardings (`jax.experimental.custom_partitioning`), and
-the passes here to follow dims through an operation whose inside they do not see. That of cuDNN's
-attention is written down here, as JAX makes it only while it lowers the step.
+the passes here to follow dims through an operation whose inside they do not see. Those of cuDNN's
+attention and of Transformer Engine's are written down here, as they are made only while the step is
+lowered.
 """
 
 from __future__ import annotations
@@ -20,6 +21,8 @@ Factors = tuple[str, ...]
 """The names of a value's dims, in order; none for an operand that stands for a missing one."""
 
 FORWARD, BACKWARD = "dot_product_attention_fwd_wrapper", "dot_product_attention_bwd_wrapper"
+TE_FORWARD = "te_fused_attn_forward_ffi_wrapper"
+TE_BACKWARD = "te_fused_attn_backward_ffi_wrapper"
 _BNTH = 1  # of the parameter `layout`: heads stand before the sequence; 0: behind it
 
 
@@ -32,7 +35,8 @@ class ShardingRule(NamedTuple):
 
 def partitions_itself(eqn: Any) -> bool:
     """Return whether a Python function decides how XLA's partitioner splits an equation."""
-    return eqn.primitive.name in ("custom_partitioning", MATMUL_GROUP, FORWARD, BACKWARD)
+    names = ("custom_partitioning", MATMUL_GROUP, FORWARD, BACKWARD, TE_FORWARD, TE_BACKWARD)
+    return eqn.primitive.name in names
 
 
 def rule_of(eqn: Any) -> ShardingRule | None:
@@ -48,6 +52,8 @@ def rule_of(eqn: Any) -> ShardingRule | None:
         )
     if name in (FORWARD, BACKWARD):
         return _attention(eqn)
+    if name in (TE_FORWARD, TE_BACKWARD):
+        return _te_attention(eqn)
     if name == MATMUL_GROUP:
         return ShardingRule(*eqn.params["group"].factors([v.aval for v in eqn.invars]))
     return None
@@ -91,3 +97,70 @@ def _attention(eqn: Any) -> ShardingRule | None:
         names if v.aval.size else () for names, v in zip(given, eqn.invars, strict=True)
     )
     return ShardingRule(operands, tuple(made[: len(eqn.outvars)]))
+
+
+def sequences_are_alone(eqn: Any) -> bool:
+    """Return whether an attention computes each sequence of its batch alone.
+
+    Not with dropout, whose mask depends on the position in the batch.
+    """
+    if eqn.primitive.name in (FORWARD, BACKWARD):
+        return not eqn.params["dropout_rate"]
+    if eqn.primitive.name in (TE_FORWARD, TE_BACKWARD):
+        return not getattr(eqn.params.get("config"), "dropout_probability", 1.0)
+    return False
+
+
+# Transformer Engine's operands behind q, k and v: forward, and backward. Each has a batch or none.
+_TE_OPERANDS = {
+    TE_FORWARD: ("bias", "softmax_offset", "seed", *["sequences"] * 8),
+    TE_BACKWARD: ("bias", "softmax_offset", "sums", "rng_state", "out", "out", *["sequences"] * 8),
+}
+
+
+def _te_attention(eqn: Any) -> ShardingRule | None:
+    """Return the rule of Transformer Engine's attention, q, k and v apart or packed.
+
+    None for a batch of several dims, or other operands than its source of 2026 has.
+    """
+    name, avals = eqn.primitive.name, [v.aval for v in eqn.invars]
+    others = _TE_OPERANDS[name]
+    if len(avals) != 3 + len(others) or avals[0].ndim not in (4, 5):
+        return None
+    q, k, v = _te_packed(avals)
+    heads, length = avals[0].shape[-2], avals[0].shape[1]
+    out = ("b", "t", "n", "w")
+
+    def factors(index: int, kind: str, aval: Any) -> Factors:
+        own = tuple(f"{kind} {index} {d}" for d in range(aval.ndim))
+        if kind == "out" or not aval.size:
+            return out if aval.size else ()
+        if kind == "sums":
+            by_head = aval.shape[1:3] == (heads, length)
+            return ("b", *(("n", "t") if by_head else ("t", "n")), own[3])
+        if kind == "sequences":
+            return ("b", *own[1:]) if aval.shape[0] == avals[0].shape[0] else own
+        if kind == "bias":
+            pairs = zip("bnts", own, aval.shape, strict=True)
+            return tuple(factor if size > 1 else one for factor, one, size in pairs)
+        return own
+
+    rest = zip(others, avals[3:], strict=True)
+    operands = (q, k, v, *(factors(i, kind, aval) for i, (kind, aval) in enumerate(rest)))
+    if name == TE_BACKWARD:
+        return ShardingRule(operands, operands[:5])
+    results = zip(("out", "sums", "rng_state", "max_logit"), eqn.outvars, strict=True)
+    return ShardingRule(
+        operands, tuple(factors(20 + i, kind, v.aval) for i, (kind, v) in enumerate(results))
+    )
+
+
+def _te_packed(avals: Any) -> tuple[Factors, Factors, Factors]:
+    """Return the factors of q, k and v: apart, k with v, or all in one; the others are empty."""
+    q, k, _ = avals[:3]
+    if q.ndim == 5:
+        return ("b", "t", "three", "n", "h"), (), ()
+    shared = "n" if q.shape[-2] == k.shape[-2] else "m"
+    if k.ndim == 5:
+        return ("b", "t", "n", "h"), ("b", "s", "two", shared, "h"), ()
+    return ("b", "t", "n", "h"), ("b", "s", shared, "h"), ("b", "s", shared, "w")

@@ -5,10 +5,11 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
-from jaxoverlap._jax import jits
+from jaxoverlap._jax import fused_attention, jits
 from jaxoverlap.passes.analysis.einsum import LETTERS
 from jaxoverlap.passes.rings.gradients import RingMatmul
 from jaxoverlap.passes.rings.ring_attention import Attention
@@ -157,6 +158,39 @@ def check_attention(how: Attention, q: Array, k: Array, v: Array) -> None:
         raise ValueError(f"{shapes}: a causal mask wants as many keys as queries on a device")
     if how.variant.style == "sliced":
         raise ValueError(f"variant {how.variant}: expected one_way, two_way or direct")
+    if how.kernel:
+        _check_fused(how, q, k, v)
+
+
+def with_kernel(how: Attention, implementation: str | None, balanced: bool) -> Attention:
+    """Set what computes a block of attention: cuDNN's kernel, or, for None and "xla", matmuls."""
+    if implementation not in (None, "xla", "cudnn"):
+        raise ValueError(f"implementation={implementation!r}: expected None, 'xla' or 'cudnn'")
+    if implementation != "cudnn":
+        return how
+    balanced = balanced and how.causal and how.axis_size > 1
+    return how._replace(kernel=fused_attention.CUDNN, balanced=balanced)
+
+
+def _check_fused(how: Attention, q: Array, k: Array, v: Array) -> None:
+    """Check what cuDNN's kernel wants, and its halves under a causal mask."""
+    given = f"implementation='cudnn' with q {q.dtype}{list(q.shape)}, k {k.dtype}{list(k.shape)}"
+    if why := fused_attention.refusal(q, k, v):
+        raise ValueError(f"{given}: {why}; change that, or give implementation='xla'")
+    if how.causal and how.variant.slices > 1:
+        raise ValueError(f"{given}, variant {how.variant}: expected no slices with a causal mask")
+    if how.balanced and q.shape[1] % 2:
+        raise ValueError(
+            f"{given}: expected an even sequence on each device, of which a causal ring exchanges "
+            "halves; pad it, or give balanced=False"
+        )
+    mesh = jax.sharding.get_abstract_mesh()
+    free = [a for a in mesh.axis_names if a not in mesh.manual_axes and mesh.shape[a] > 1]
+    if free:
+        raise ValueError(
+            f"{given} inside a shard_map with axes {', '.join(free)} not manual: XLA cannot "
+            "partition cuDNN's kernel there; expected all axes among its axis_names"
+        )
 
 
 def check_projected(how: Attention, q: Array, k: Array, v: Array, wo: Array) -> None:

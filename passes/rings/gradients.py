@@ -27,14 +27,14 @@ import jax.numpy as jnp
 from jax import Array
 
 from jaxoverlap.passes.analysis.einsum import Einsum, Side
-from jaxoverlap.passes.rings import chunks
+from jaxoverlap.passes.rings import chunks, fused_ring_attention, ring_attention
 from jaxoverlap.passes.rings.all_gather_matmul import Reader, all_gather_matmul
 from jaxoverlap.passes.rings.all_to_all_matmul import all_to_all_matmul, matmul_all_to_all
 from jaxoverlap.passes.rings.chunks import Chunking
 from jaxoverlap.passes.rings.matmul_all_reduce import matmul_all_reduce
 from jaxoverlap.passes.rings.matmul_reduce_scatter import Term, matmul_reduce_scatter
 from jaxoverlap.passes.rings.query_split import attend_and_project, attend_and_project_backward
-from jaxoverlap.passes.rings.ring_attention import Attention, attend, attend_backward
+from jaxoverlap.passes.rings.ring_attention import Attention
 from jaxoverlap.plan.plan import Variant
 
 _with_gradients = functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -207,6 +207,16 @@ def _dims(how: RingMatmul, letters: str) -> dict[str, int]:
 
 
 # -- attention ------------------------------------------------------------------------------------
+
+
+def attend(how: Attention, *operands: Array) -> tuple[Array, Array]:
+    """Attend in a ring of matmuls or of fused kernels, as `how` says; see `ring_attention`."""
+    return (fused_ring_attention if how.kernel else ring_attention).attend(how, *operands)
+
+
+def attend_backward(how: Attention, *operands: Array) -> tuple[Array, Array, Array]:
+    """Compute the gradients of `attend`; see `ring_attention`."""
+    return (fused_ring_attention if how.kernel else ring_attention).attend_backward(how, *operands)
 
 
 @_with_gradients

@@ -36,6 +36,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
+from jaxoverlap._jax.fused_attention import BlockKernel
 from jaxoverlap.passes.rings import chunks, orders
 from jaxoverlap.passes.rings.all_gather_matmul import wide
 from jaxoverlap.passes.rings.chunks import Chunking
@@ -58,6 +59,8 @@ class Attention(NamedTuple):
         causal: whether a query sees no keys after its own position.
         scale: the factor by which the scores are multiplied.
         variant: how keys and values travel; not "sliced".
+        kernel: the fused kernel that a block is (`fused_ring_attention.py`); none: matmuls.
+        balanced: whether devices have halves of the sequence in pairs there, under a causal mask.
     """
 
     axis: str
@@ -65,6 +68,8 @@ class Attention(NamedTuple):
     causal: bool
     scale: float
     variant: Variant
+    kernel: BlockKernel | None = None
+    balanced: bool = False
 
 
 class SoftmaxState(NamedTuple):
@@ -88,7 +93,7 @@ def attend(how: Attention, q: Array, k: Array, v: Array) -> tuple[Array, Array]:
     Raises:
         ValueError: if a chunk does not divide into the variant's slices.
     """
-    travel = _Travel(how, k, v)
+    travel = Travel(how, k, v)
     state: SoftmaxState | None = None
     for step, piece in travel.order():
         (k, v), state = travel.turn(step, piece, state)
@@ -103,7 +108,7 @@ def attend_backward(
 ) -> tuple[Array, Array, Array]:
     """Compute the gradients of q, k and v; `output` and `log_sums` are what `attend` gave."""
     delta = jnp.einsum("bskgd,bskgd->bkgs", *map(_wide, (to_output, output)))
-    travel, home = _Travel(how, k, v), _Home(how)
+    travel, home = Travel(how, k, v), Home(how)
     to_q = jnp.zeros(q.shape, wide(q.dtype))
     for step, piece in travel.order():
         (k, v), (to_q, home.sums) = travel.turn(step, piece, (to_q, home.sums))
@@ -117,13 +122,12 @@ def attend_backward(
     return to_q.astype(q.dtype), to_k.astype(k.dtype), to_v.astype(v.dtype)
 
 
-class _Travel:
+class Travel:
     """Keys and values on their way: each piece is sent on under the matmuls that read it."""
 
     def __init__(self, how: Attention, k: Array, v: Array):
         self.how, self.cut = how, Chunking(1, how.variant.slices)
         self.size = k.shape[_SEQUENCE]
-        self.rank = lax.axis_index(how.axis)
         self.held: dict[tuple[int, int], Pair] = {}  # by chunk and piece
         for j in range(how.variant.slices):
             mine = [chunks.take(x, _SEQUENCE, self.cut, piece=j) for x in (k, v)]
@@ -150,13 +154,21 @@ class _Travel:
             self.held[send.arrives_as, piece] = arriving
         return self.held[step.back, piece], state
 
+    def awaited[Results](self, step: orders.GatherStep, piece: int, results: Results) -> Results:
+        """Return a read's results, tied to what arrives under it: XLA then ends no hop later."""
+        keys = [(send.arrives_as, piece) for send in step.sends]
+        arrived, results = chunks.tied(({key: self.held[key] for key in keys}, results))
+        self.held |= arrived
+        return results
+
     def start(self, step: orders.GatherStep, piece: int) -> Any:
         """Return the global position of the first key of a piece."""
-        chunk = orders.chunk_at(self.rank, step.back, self.how.axis_size)
+        rank = lax.axis_index(self.how.axis)
+        chunk = orders.chunk_at(rank, step.back, self.how.axis_size)
         return chunk * self.size + piece * self.cut.size(self.size)
 
 
-class _Home:
+class Home:
     """The sums of k's and v's gradients, on their way to the device that k and v came from."""
 
     def __init__(self, how: Attention):

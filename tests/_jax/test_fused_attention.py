@@ -81,3 +81,35 @@ def test_the_step_of_each_pod_is_traced_for_its_own_chip():
     assert traced("h100-sxm:1x8")
     with pytest.raises(NotImplementedError, match="head dim must be <= 128"):
         traced("a100-sxm-80:1x8")
+
+
+def test_the_block_kernels_are_jax_s_own(fresh):
+    """The backward primitive takes what `jax.vjp` gives it, and the log of sums is per query."""
+    fused_attention.answers_for((9, 0))
+    q, k = (jax.ShapeDtypeStruct((2, 128, heads, 64), jnp.bfloat16) for heads in (4, 2))
+    sums = jax.ShapeDtypeStruct((2, 4, 128), jnp.float32)
+    how = dict(causal=True, scale=0.5)
+    assert jax.eval_shape(lambda *a: fused_attention.block_forward(*a, **how), q, k, k) == (q, sums)
+    mine = jax.make_jaxpr(lambda *a: fused_attention.block_backward(*a, **how))(q, k, k, q, sums, q)
+
+    def theirs(q, k, v, to_out):
+        def attend(*qkv):
+            return jax.nn.dot_product_attention(
+                *qkv, scale=0.5, is_causal=True, implementation="cudnn"
+            )
+
+        return jax.vjp(attend, q, k, v)[1](to_out)
+
+    (own,) = (e for e in mine.eqns if "bwd" in e.primitive.name)
+    (jax_s,) = (e for e in jax.make_jaxpr(theirs)(q, k, k, q).eqns if "bwd" in e.primitive.name)
+    assert own.primitive is jax_s.primitive
+    assert [v.aval.shape for v in own.invars] == [v.aval.shape for v in jax_s.invars]
+    assert own.params == jax_s.params
+
+
+def test_what_the_kernel_does_not_take_is_said(fresh):
+    fused_attention.answers_for((9, 0))
+    like = lambda size, dtype: jax.ShapeDtypeStruct((2, 128, 4, size), dtype)  # noqa: E731
+    assert fused_attention.refusal(*[like(64, jnp.bfloat16)] * 3) is None
+    assert "head dim must be" in str(fused_attention.refusal(*[like(60, jnp.bfloat16)] * 3))
+    assert "must be fp16/bf16" in str(fused_attention.refusal(*[like(64, jnp.float32)] * 3))

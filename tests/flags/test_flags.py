@@ -17,7 +17,8 @@ from jaxoverlap.flags.compiler import ask
 from jaxoverlap.flags.required import BY_COPY, RINGS
 from jaxoverlap.flags.variables import PLUGINS, nccl_names
 from jaxoverlap.flags.xla import versions
-from jaxoverlap.hardware.cluster import chips
+from jaxoverlap.hardware.cluster import chips, parse_cluster
+from jaxoverlap.simulation.replay import group_of
 from tests.support.pods import needs_plugin
 
 ALL = pytest.mark.parametrize("name", PRESETS)
@@ -188,6 +189,29 @@ def test_every_option_compiles_for_its_pod(chip: str):
     for options in sets:
         compiled = jax.jit(hop).lower(rows).compile({**options_for(mesh), **dict(options)})
         assert '"collectives_mode":"COLLECTIVES_PEER_MEMORY"' in (compiled.as_text() or "")
+
+
+@needs_plugin
+@pytest.mark.pods
+def test_permutes_in_symmetric_memory_have_a_memory_space_of_their_own():
+    """So XLA compiles them between processes too, where its runtime sends by NCCL all the same."""
+    mesh = jaxoverlap.pod_mesh("h100-sxm:1x4/4", {"x": 4})
+    rows = jax.ShapeDtypeStruct((64, 64), "bfloat16", sharding=NamedSharding(mesh, P("x")))
+
+    @jax.shard_map(mesh=mesh, in_specs=P("x"), out_specs=P("x"))
+    def hop(x):
+        return jax.lax.ppermute(x, "x", [(i, (i + 1) % 4) for i in range(4)])
+
+    assert BY_COPY not in options_for(mesh)
+    options = {**options_for(mesh), BY_COPY: "COLLECTIVES_SYMMETRIC_MEMORY"}
+    text = jax.jit(hop).lower(rows).compile(options).as_text() or ""
+    (permute,) = (line for line in text.splitlines() if " collective-permute" in line)
+    assert '"collectives_mode":"COLLECTIVES_SYMMETRIC_MEMORY"' in permute
+    assert ":S(7)" in permute
+    assert "collective-permute(%copy" in permute  # of an argument, which is elsewhere
+    (moved,) = jaxoverlap.audit(text).collectives
+    assert moved.by_copy
+    assert not group_of(moved, 4, parse_cluster("h100-sxm:1x4/4")).by_copy
 
 
 @needs_plugin

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from typing import Any
 
 import jax
@@ -14,6 +15,11 @@ from jax.sharding import PartitionSpec as P
 
 import jaxoverlap
 from jaxoverlap import Decision, Skip
+from jaxoverlap._jax import fused_attention
+from tests.support.attention import stand_in, stand_in_backward
+from tests.support.pods import needs_plugin
+
+operation = importlib.import_module("jaxoverlap.ops.attention")
 
 
 @pytest.fixture(scope="module")
@@ -133,6 +139,86 @@ def test_attention_takes_and_refuses_what_jaxs_does(mesh: Mesh):
         with pytest.raises(ValueError) as wanted:
             theirs(*wrong)
         assert str(said.value) == str(wanted.value)
+
+
+FUSED = {  # of q, and of k and v; whether it is a ring with a causal mask, and without
+    "sequence": (P("data", "model"), P("data", "model"), (True, True)),
+    "sequence over two": (P(None, ("data", "model")), P(None, ("data", "model")), (False, False)),
+    "queries alone": (P("data", "model"), P("data"), (True, False)),
+    "heads": (P("data", None, "model"), P("data", None, "model"), (False, False)),
+}
+
+
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("position", FUSED)
+def test_fused_attention_is_jaxs(mesh: Mesh, monkeypatch: Any, position: str, causal: bool):
+    """With a stand-in for cuDNN's kernel, which this machine does not have."""
+    kernel = fused_attention.BlockKernel(stand_in, stand_in_backward)
+    monkeypatch.setattr(fused_attention, "CUDNN_LOCAL", kernel)
+    monkeypatch.setattr(fused_attention, "refusal", lambda q, k, v: None)
+    q_at, k_at, ringed = FUSED[position]
+    q = array(mesh, q_at, 4, 32, 8, 16)
+    k, v = (array(mesh, k_at, 4, 32, 4, 16, seed=s) for s in (1, 2))
+
+    def attend(*qkv: Any) -> Any:
+        return jaxoverlap.attention(*qkv, is_causal=causal, implementation="cudnn")
+
+    compiled = jax.jit(losses(attend)).lower(q, k, v).compile()
+    kinds = [isinstance(d, Decision) for d in jaxoverlap.decisions(compiled)]
+    assert kinds == [ringed[not causal]] * 2
+    plain = losses(lambda *qkv: jax.nn.dot_product_attention(*qkv, is_causal=causal))
+    close(compiled(q, k, v), jax.jit(plain)(*on_host((q, k, v))), 1e-4)
+
+
+def test_a_balanced_ring_is_jaxs(mesh: Mesh, monkeypatch: Any):
+    kernel = fused_attention.BlockKernel(stand_in, stand_in_backward)
+    monkeypatch.setattr(fused_attention, "CUDNN_LOCAL", kernel)
+    monkeypatch.setattr(fused_attention, "refusal", lambda q, k, v: None)
+    monkeypatch.setattr(operation, "_balance_pays", lambda *_: True)
+    q = array(mesh, P("data", "model"), 4, 32, 8, 16)
+    k, v = (array(mesh, P("data", "model"), 4, 32, 4, 16, seed=s) for s in (1, 2))
+
+    def attend(*qkv: Any) -> Any:
+        return jaxoverlap.attention(*qkv, is_causal=True, implementation="cudnn")
+
+    compiled = jax.jit(losses(attend)).lower(q, k, v).compile()
+    plain = losses(lambda *qkv: jax.nn.dot_product_attention(*qkv, is_causal=True))
+    close(compiled(q, k, v), jax.jit(plain)(*on_host((q, k, v))), 1e-4)
+    hops = [c for c in jaxoverlap.audit(compiled).collectives if c.kind == "collective-permute"]
+    # A ring there, with two arrays a hop, and back, with four; and exchanges of halves.
+    assert sum(hop.runs for hop in hops) == 3 * (2 + 4) + 2 * (5 + 9)
+
+
+@needs_plugin
+@pytest.mark.pods
+@pytest.mark.parametrize(("pod", "sequence", "balanced"), [
+    ("h100-sxm:1x4", 16384, True), ("h100-sxm:4x1", 16384, False), ("h100-sxm:4x1", 131072, True),
+])  # fmt: skip
+def test_a_causal_ring_is_balanced_where_that_is_estimated_to_pay(pod, sequence, balanced):
+    mesh = jaxoverlap.pod_mesh(pod, {"x": 4})
+    q, k = (
+        jax.ShapeDtypeStruct(
+            (1, sequence, h, 128), jnp.bfloat16, sharding=NamedSharding(mesh, P(None, "x"))
+        )
+        for h in (32, 8)
+    )
+
+    def attend(*qkv: Any) -> Any:
+        return jaxoverlap.attention(*qkv, is_causal=True, implementation="cudnn")
+
+    compiled = jax.jit(attend).lower(q, k, k).compile()
+    (decision,) = jaxoverlap.decisions(compiled)
+    ring = 3 * 2 * k.size // 4 * 2
+    exchanged = 2 * (q.size + k.size) // 4 * 2
+    assert decision.bytes_moved == ring + (exchanged if balanced else 0)
+    assert compiled.as_text().count('"__cudnn$fmhaSoftmax"') == 4
+
+
+def test_fused_attention_that_the_kernel_does_not_take_is_jaxs(mesh: Mesh):
+    q = array(mesh, P("data", "model"), 4, 32, 8, 16)
+    for fn in (jaxoverlap.attention, jax.nn.dot_product_attention):
+        with pytest.raises((NotImplementedError, RuntimeError), match=r"cuDNN|fp16/bf16"):
+            fn(q, q, q, implementation="cudnn")
 
 
 # -- cross-entropy --------------------------------------------------------------------------------

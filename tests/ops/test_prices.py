@@ -13,12 +13,21 @@ from jaxoverlap import Decision, Skip
 from jaxoverlap._jax.operations.options import compiler_option
 from jaxoverlap.flags.required import BY_COPY
 from jaxoverlap.hardware.pods import compiler_options
+from jaxoverlap.ops import partition
 
 
 def test_options_are_those_of_xla_flags_outside_a_compilation(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("XLA_FLAGS", "--xla_one=1 --xla_two=a=b")
     assert compiler_option("xla_two") == "a=b"
     assert compiler_option("xla_three") is None
+
+
+@pytest.mark.parametrize(
+    ("value", "copies"), [("peer", True), ("symmetric", True), ("private", False), (None, False)]
+)
+def test_permutes_are_copies_in_two_modes(value, copies, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("XLA_FLAGS", f"--{BY_COPY}={value}" if value else "")
+    assert partition._permutes_are_copies() == copies
 
 
 @pytest.mark.pods
