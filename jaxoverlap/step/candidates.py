@@ -26,7 +26,6 @@ from jaxoverlap.passes.analysis.partitioner_collectives import partitioner_colle
 from jaxoverlap.passes.apply import apply
 from jaxoverlap.passes.edited import EditedStep
 from jaxoverlap.passes.layouts.dims import DimNames
-from jaxoverlap.passes.manual.decide import decide_manual, manual_edits
 from jaxoverlap.passes.planning.decide import decide
 from jaxoverlap.passes.planning.ring_edits import edits_of
 from jaxoverlap.passes.planning.ring_plan import Ring
@@ -384,13 +383,12 @@ def _decided(step: EditedStep, shardings: Mapping[Any, Shardings], terms: Terms)
     """Decide on every matmul of a step, given the shardings."""
     all_bodies = bodies(step.jaxpr)
     entries, sharings = decide(all_bodies, shardings, terms)
-    inside, manual = decide_manual(all_bodies, shardings, terms.requests)
-    entries = tuple(inside.get(entry.site, entry) for entry in entries)
     known = [] if terms.explicit else lookups(all_bodies, shardings, step.mesh, terms.costs)
     edits: list[Edit] = [lookup.edit for lookup in known]
-    for number in {**sharings, **manual}:
-        edits += manual_edits(manual[number]) if number in manual else edits_of(sharings[number])
-    return Decided(entries, sharings, tuple(edits))
+    for sharing in sharings.values():
+        edits += edits_of(sharing)
+    automatic = {n: sharing for n, sharing in sharings.items() if sharing.manual is None}
+    return Decided(entries, automatic, tuple(edits))
 
 
 def _finished(
