@@ -18,6 +18,7 @@ from jax.sharding import Mesh
 
 from jaxoverlap._jax.operations.question import Wish
 from jaxoverlap.passes.analysis.einsum import SIDES, Side, Spec
+from jaxoverlap.passes.analysis.equation_order import EquationOrder
 from jaxoverlap.passes.analysis.jaxprs import Body, Dot
 from jaxoverlap.passes.analysis.partitioned import Shardings
 from jaxoverlap.passes.planning.matmuls import matmul_of
@@ -78,7 +79,8 @@ def local_group(
     try:
         return _Writer(body, told, sharing, mesh).group(wishes)
     except _Apart:
-        return _Writer(body, told, Sharing(sharing.order), mesh, owner=True).group(wishes)
+        no_rings = Sharing(EquationOrder(body.eqns))
+        return _Writer(body, told, no_rings, mesh, owner=True).group(wishes)
 
 
 class _Writer:
