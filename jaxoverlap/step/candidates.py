@@ -33,13 +33,12 @@ from jaxoverlap.passes.planning.terms import Terms
 from jaxoverlap.passes.rewriting.embedding_gradients import lookups
 from jaxoverlap.passes.rewriting.late_sums import late_sums
 from jaxoverlap.passes.rewriting.scatter_sums import (
-    Decide,
     Decided,
     Point,
+    explained,
     exposure,
+    partitioned_scattered,
     points,
-    scatter_sums,
-    with_sums_scattered,
 )
 from jaxoverlap.plan.decisions import Reason, ScatteredSum, without_rings
 from jaxoverlap.plan.edits import (
@@ -215,21 +214,21 @@ class _Candidates:
 
     def _by_bytes(self) -> Decided:
         first = self._decided(self._terms)
-        if self._step.explicit:
+        where = {} if self._step.explicit else points(first.sharings.values())
+        if not where:
             return first
-        base, step = self._unringed.edited, self._step
+        scattered = explained(self._with_sums_scattered(where, by_price=False), first)
+        if scattered is None or self._exposure(scattered) >= self._exposure(first):
+            return first
+        return scattered
 
-        def anew(spmd: SpmdProgram) -> Decided:
-            return _decided(base, spmd.shardings, self._terms)
-
-        def cost(decided: Decided) -> float:
-            becomes = apply(base, decided.edits)
-            module = step.partitioned(becomes.jaxpr, ask=False).module
-            left = partitioner_collectives(module, dict(step.mesh.shape))
-            beside = (*left, *becomes.facts.get(ScatterLookup, ()))
-            return exposure(decided.sharings.values(), beside, self._terms.costs)
-
-        return scatter_sums(first, lambda where: self._with_sums_scattered(where, anew), cost)
+    def _exposure(self, decided: Decided) -> float:
+        """Return the cost of the step's collectives by bytes, exposed ones twice."""
+        step, edited = self._step, apply(self._unringed.edited, decided.edits)
+        module = step.partitioned(edited.jaxpr, ask=False).module
+        left = partitioner_collectives(module, dict(step.mesh.shape))
+        others = (*left, *edited.facts.get(ScatterLookup, ()))
+        return exposure(decided.sharings.values(), others, self._terms.costs)
 
     # -- by price -----------------------------------------------------------------------------
 
@@ -312,7 +311,7 @@ class _Candidates:
             alone = dict.fromkeys(sites, "the step is faster without")
             yield self._decided(self._terms, alone), False
         if where := points(every.sharings.values()):
-            yield self._with_sums_scattered(where, self._decided_anew), False
+            yield self._with_sums_scattered(where, by_price=True), False
 
     def _gathered_ahead(self) -> Iterator[tuple[Decided, bool]]:
         """Gather the weights of scans a step ahead, and make no ring: the first ones, or a layer's.
@@ -325,11 +324,6 @@ class _Candidates:
         reads = any(isinstance(edit, ReadGathered) for edit in first.edits)
         if reads and is_gpu(self._step.mesh) and not self._unringed.is_split:
             yield first, True
-
-    def _decided_anew(self, spmd: SpmdProgram) -> Decided:
-        """Decide on the step by what is exposed in another partitioned program of it."""
-        _, terms = self._knowing(spmd)
-        return _decided(self._unringed.edited, spmd.shardings, terms)
 
     def _knowing(self, spmd: SpmdProgram) -> tuple[float, Terms]:
         """Return a step's seconds, and terms with the exposed time of undecomposed collectives."""
@@ -354,10 +348,18 @@ class _Candidates:
             terms = replace(terms, requests=replace(terms.requests, rejected=rejected))
         return _decided(self._unringed.edited, self._unringed.spmd.shardings, terms)
 
-    def _with_sums_scattered(self, where: Mapping[int, Point], decided: Decide) -> Decided:
-        jaxpr, shardings = self._unringed.jaxpr, self._unringed.spmd.shardings
-        mesh = self._step.mesh
-        return with_sums_scattered(self._step.traced, jaxpr, shardings, where, decided, mesh)
+    def _with_sums_scattered(self, where: Mapping[int, Point], *, by_price: bool) -> Decided:
+        """Decide on the step with some sums scattered.
+
+        Args:
+            where: the sums.
+            by_price: whether by what is exposed in the step with these sums scattered.
+        """
+        step, base = self._step, self._unringed
+        shardings = base.spmd.shardings
+        spmd = partitioned_scattered(step.traced, base.jaxpr, where, shardings, step.mesh)
+        _, terms = self._knowing(spmd) if by_price else (0.0, self._terms)
+        return replace(_decided(base.edited, spmd.shardings, terms), sums=where)
 
     def _finished(self, decided: Decided, *, layers_ahead: bool = False) -> StepCandidate:
         return _finished(self._step, self._unringed, decided, self._terms, layers_ahead)
