@@ -19,7 +19,7 @@ export JAX_PLATFORMS
 
 # Tests that compile nothing, or next to nothing.
 QUICK := $(addprefix tests/,plan cost flags parallelism profiling passes/analysis passes/estimation passes/layouts \
-	passes/manual passes/planning passes/scheduling docs/test_words.py test_packages.py)
+	passes/planning passes/scheduling docs/test_words.py test_packages.py)
 
 .PHONY: help install demo check quick test docs lint format lines nightly lab lock clean FORCE
 

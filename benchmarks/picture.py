@@ -20,7 +20,7 @@ from jaxoverlap.passes.analysis.jaxprs import dots
 from jaxoverlap.passes.analysis.matmul_collectives import BESIDE, TAGGED, collectives_of_sites
 from jaxoverlap.passes.analysis.partitioned import partitioned
 from jaxoverlap.passes.analysis.partitioner_collectives import moved
-from jaxoverlap.passes.planning.decide import matmul_of
+from jaxoverlap.passes.planning.matmuls import matmul_of
 from jaxoverlap.passes.planning.profit import local_sizes
 from jaxoverlap.passes.planning.splits import Refusal, ShardedMatmul
 from jaxoverlap.plan.collectives import KIND_OF, OPCODES

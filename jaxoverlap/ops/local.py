@@ -18,12 +18,13 @@ from jax.sharding import Mesh
 
 from jaxoverlap._jax.operations.question import Wish
 from jaxoverlap.passes.analysis.einsum import SIDES, Side, Spec
+from jaxoverlap.passes.analysis.equation_order import EquationOrder
 from jaxoverlap.passes.analysis.jaxprs import Body, Dot
 from jaxoverlap.passes.analysis.partitioned import Shardings
-from jaxoverlap.passes.planning.decide import matmul_of
+from jaxoverlap.passes.planning.matmuls import matmul_of
 from jaxoverlap.passes.planning.ring_plan import Member, Ring, Sharing, Value
 from jaxoverlap.passes.planning.splits import ShardedMatmul, shared_letter
-from jaxoverlap.passes.rewriting.ring_functions import dot_on, operands_of, ring_body
+from jaxoverlap.passes.rewriting.ring_functions import dot_on, ring_body
 
 Values = dict[Any, Array]  # by variable, or by `Value` where a ring keeps one
 Step = Callable[[Values, Sequence[Array]], None]
@@ -78,7 +79,8 @@ def local_group(
     try:
         return _Writer(body, told, sharing, mesh).group(wishes)
     except _Apart:
-        return _Writer(body, told, Sharing(sharing.order), mesh, owner=True).group(wishes)
+        no_rings = Sharing(EquationOrder(body.eqns))
+        return _Writer(body, told, no_rings, mesh, owner=True).group(wishes)
 
 
 class _Writer:
@@ -101,19 +103,16 @@ class _Writer:
 
     def group(self, wishes: Sequence[Wish]) -> LocalGroup:
         wished = {wish: self.ring_that_keeps(wish) for wish in wishes}
-        order, dots = self.sharing.order, {dot.position: dot for dot in self.body.dots}
-        rings = {order.first(ring.position): ring for ring in self.sharing.rings}
-        members = {m.dot.position for ring in self.sharing.rings for m in ring.members}
-        readers = {member.dot.position: member for member in self.sharing.readers}
-        for position in order.positions():
-            if position in rings:
-                self.ring(rings[position])
-            elif position in readers:
-                self.matmul(dots[position], readers[position])
-            elif position in dots and position not in members:
-                self.matmul(dots[position], None)
-            elif position not in dots:
-                self.sum(self.body.eqns[position])
+        dots = {dot.position: dot for dot in self.body.dots}
+        for step in self.sharing.in_order(self.body):
+            if isinstance(step, Ring):
+                self.ring(step)
+            elif isinstance(step, Member):
+                self.matmul(step.dot, step)
+            elif step in dots:
+                self.matmul(dots[step], None)
+            else:
+                self.sum(self.body.eqns[step])
         results = tuple(self.specs[v] for v in self.body.outvars)
         # A wish is fulfilled by a ring, or where XLA gathers the operand for this operation too.
         given = {w: r.whole if r else w.operand for w, r in wished.items()}
@@ -133,27 +132,20 @@ class _Writer:
 
     def ring(self, ring: Ring) -> None:
         """Run the matmuls of a ring under its hops."""
-        run, at = ring_body(ring, self.dot), []
+        run, results = ring_body(ring, self.dot), list(ring.results)
         for member in ring.members:
-            assert member.layout is not None
-            i = member.dot.index
-            self.operands[2 * i], self.operands[2 * i + 1] = member.layout.lhs, member.layout.rhs
-            at += [2 * i, 2 * i + 1]
-        if ring.arrives:  # the value that moves once, then each matmul's other operand
-            moving = SIDES.index(ring.side)
-            at = [at[moving], *(n for n in at if n % 2 != moving)]
-        ends = [m.dot.eqn.outvars[0] for m in ring.members] if ring.total is None else [ring.total]
-        for end, member in zip(ends, ring.members, strict=False):
-            assert member.layout is not None
-            self.specs[end] = member.layout.out
+            i, layout = member.dot.index, member.ring_layout
+            self.operands[2 * i], self.operands[2 * i + 1] = layout.lhs, layout.rhs
+        for result, member in zip(results, ring.members, strict=False):
+            self.specs[result] = member.ring_layout.out
         if ring.keep:
             self.kept.add(ring.whole)
-            ends.append(ring.whole)
+            results.append(ring.whole)
+        reads = [2 * member.dot.index + SIDES.index(side) for member, side in ring.reads]
 
         def step(values: Values, operands: Sequence[Array]) -> None:
-            values.update(zip(ends, run(*(operands[n] for n in at)), strict=True))
+            values.update(zip(results, run(*(operands[n] for n in reads)), strict=True))
 
-        assert len(at) == len(operands_of(ring))
         self.steps.append(step)
 
     def matmul(self, dot: Dot, reader: Member | None) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Literal, get_args
 
 import msgspec
@@ -150,6 +151,22 @@ class Skip(msgspec.Struct, frozen=True, kw_only=True, tag="skip", forbid_unknown
     def left_plain(self) -> bool:
         """Whether it could have a ring, which was not worth it or not chosen."""
         return self.why.code == "not ringed"
+
+
+def without_rings(entries: Iterable[Decision | Skip], why: Reason) -> tuple[Skip, ...]:
+    """Return the entries of a step without rings; skipped matmuls keep their reasons."""
+
+    def skip(entry: Decision) -> Skip:
+        return Skip(
+            site=entry.site,
+            source=entry.source,
+            module=entry.module,
+            einsum=entry.einsum,
+            runs=entry.runs,
+            why=why,
+        )
+
+    return tuple(skip(e) if isinstance(e, Decision) else e for e in entries)
 
 
 class Remaining(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -27,6 +27,7 @@ from jaxoverlap.plan.decisions import (
     Skip,
     Style,
     Variant,
+    without_rings,
 )
 from jaxoverlap.plan.edits import Edit, MakeRing, SumLate
 from jaxoverlap.plan.halves import Halves
@@ -210,10 +211,15 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
             schedule: the scheduler pass that it is compiled with all the same.
             xla_options: compiler options that it is compiled with.
         """
-        plan = self.without_rings(Reason("skipped", "the original step is faster"))
+        why = Reason("skipped", "the original step is faster")
         return msgspec.structs.replace(
-            plan,
+            self,
             edits=(),
+            entries=without_rings(self.entries, why),
+            prefetched=0,
+            joined_bytes=0,
+            scattered=(),
+            sums=(),
             plain=True,
             layouts=None,
             halves=None,
@@ -221,29 +227,6 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
             price=None,
             schedule=schedule,
             xla_options=xla_options or {},
-        )
-
-    def without_rings(self, why: Reason) -> Plan:
-        """The evidence of a plan that rewrites no matmul; others keep their reasons.
-
-        Args:
-            why: the reason for the matmuls that have one here.
-        """
-        entries = tuple(
-            Skip(
-                site=e.site,
-                source=e.source,
-                module=e.module,
-                einsum=e.einsum,
-                runs=e.runs,
-                why=why,
-            )
-            if isinstance(e, Decision)
-            else e
-            for e in self.entries
-        )
-        return msgspec.structs.replace(
-            self, entries=entries, prefetched=0, joined_bytes=0, scattered=(), sums=()
         )
 
     def to_json(self) -> str:

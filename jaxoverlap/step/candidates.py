@@ -12,14 +12,14 @@ from __future__ import annotations
 import functools
 import itertools
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import msgspec
 
 from jaxoverlap.flags import is_gpu
-from jaxoverlap.passes.analysis.jaxprs import bodies
+from jaxoverlap.passes.analysis.jaxprs import bodies, dots
 from jaxoverlap.passes.analysis.matmul_collectives import collectives_of_sites
 from jaxoverlap.passes.analysis.partitioned import Shardings, SpmdProgram
 from jaxoverlap.passes.analysis.partitioner_collectives import partitioner_collectives
@@ -27,7 +27,6 @@ from jaxoverlap.passes.apply import apply
 from jaxoverlap.passes.edited import EditedStep
 from jaxoverlap.passes.halves.split_exchange import split_exchanges
 from jaxoverlap.passes.layouts.dims import DimNames
-from jaxoverlap.passes.manual.decide import decide_manual, manual_edits
 from jaxoverlap.passes.planning.decide import decide
 from jaxoverlap.passes.planning.ring_edits import edits_of
 from jaxoverlap.passes.planning.ring_plan import Ring
@@ -35,15 +34,14 @@ from jaxoverlap.passes.planning.terms import Terms
 from jaxoverlap.passes.rewriting.embedding_gradients import lookups
 from jaxoverlap.passes.rewriting.late_sums import late_sums
 from jaxoverlap.passes.rewriting.scatter_sums import (
-    Decide,
     Decided,
     Point,
+    explained,
     exposure,
+    partitioned_scattered,
     points,
-    scatter_sums,
-    with_sums_scattered,
 )
-from jaxoverlap.plan.decisions import Reason, ScatteredSum
+from jaxoverlap.plan.decisions import Reason, ScatteredSum, without_rings
 from jaxoverlap.plan.edits import (
     Edit,
     GatherAhead,
@@ -51,47 +49,28 @@ from jaxoverlap.plan.edits import (
     ReadGathered,
     ScatterLookup,
     ShareViews,
-    SplitExchange,
-    SumLate,
 )
 from jaxoverlap.plan.limits import (
     EXCHANGE_CHUNKS,
     FEW_CANDIDATES,
     GAIN,
     LATE_SUMS_GAIN,
+    SKIP_RINGS_GAIN,
     SPLIT_EXCHANGE_GAIN,
+    UNROLL,
+    UNROLL_GAIN,
 )
-from jaxoverlap.plan.plan import Plan
-from jaxoverlap.step.check_plan import evidence_of
+from jaxoverlap.step.candidate import StepCandidate, evaluated
 from jaxoverlap.step.context import StepContext
-from jaxoverlap.step.halves import in_halves, in_parts, safe_terms, seconds
-from jaxoverlap.step.layouts import Unringed, changed, with_layouts
-from jaxoverlap.step.memory import exceeds, too_large
+from jaxoverlap.step.halves import in_parts, safe_terms
+from jaxoverlap.step.layouts import with_layouts
+from jaxoverlap.step.memory import exceeds, fits, too_large
 from jaxoverlap.step.options import Options
 
 
-@dataclass(frozen=True)
-class StepCandidate:
-    """A rewritten step that is compared with others by its estimate.
-
-    Attributes:
-        plan: what is done with each matmul.
-        edited: the rewritten step.
-        step_s: seconds of the step, estimated from its partitioned program; None where no price
-            is known.
-        spmd: its partitioned program; None where no price is known.
-        unringed: the partitioned program with layouts alone, without batch split and rings; None
-            where the step was not partitioned.
-    """
-
-    plan: Plan
-    edited: EditedStep
-    step_s: float | None = None
-    spmd: SpmdProgram | None = None
-    unringed: SpmdProgram | None = None
-
-
-def overlapped(step: StepContext, terms: Terms, options: Options) -> StepCandidate:
+def overlapped(
+    step: StepContext, terms: Terms, options: Options
+) -> tuple[StepCandidate, SpmdProgram | None]:
     """Return the candidate with the least estimated time.
 
     Args:
@@ -99,58 +78,123 @@ def overlapped(step: StepContext, terms: Terms, options: Options) -> StepCandida
         terms: the terms to decide by.
         options: the user's options.
 
+    Returns:
+        The candidate, and the partitioned program of the step with its layouts alone, without batch
+        split and rings; None where the step was not partitioned.
+
     Raises:
         RewriteError: if XLA does not partition the step, or a pass fails on it.
     """
     if terms.unread:
-        return _finished(step, _decided(step.edited, {}, terms), options)
+        start = StepCandidate(step.edited)
+        return _finished(step, start, _decided(step.edited, {}, terms), terms), None
+    by_price = terms.prices is not None and options.chooses
 
-    def candidates_of(unringed: Unringed) -> _Candidates:
-        return _Candidates(step, terms, options, unringed)
+    def candidates_of(unringed: StepCandidate) -> _Candidates:
+        return _Candidates(step, terms, unringed)
 
-    def soonest_s(unringed: Unringed) -> float:
+    def soonest_s(unringed: StepCandidate) -> float:
         whole_s, parts = candidates_of(unringed).soonest_s(), options.halves
         if parts is None:
             return whole_s
-        cut = in_parts(step, unringed, 2 if parts == "auto" else parts, options.unroll)
-        if not cut.is_split or too_large(step.plain, cut.spmd):
+        split = in_parts(step, unringed, 2 if parts == "auto" else parts, options.unroll)
+        if not split.is_split or too_large(step.plain, split.spmd):
             return whole_s
-        return min(whole_s, seconds(candidates_of(cut).fastest(rings=False)))
+        return min(whole_s, candidates_of(split).fastest(rings=False).seconds)
 
-    unringed = with_layouts(step, options, soonest_s)
-    whole_rows = unringed
+    laid_out = unringed = with_layouts(step, options.layouts, options.pins, soonest_s)
     if isinstance(options.halves, int):
         unringed = in_parts(step, unringed, options.halves, options.unroll)
         terms = safe_terms(step, unringed, terms)
-    if not (terms.prices and options.chooses):
-        candidate = candidates_of(unringed).by_bytes()
+    if not by_price:
+        candidate = candidates_of(unringed).by_bytes(layers_ahead=options.layers_ahead)
     elif options.halves != "auto":
         candidate = candidates_of(unringed).fastest()
     else:
-        candidate = in_halves(step, unringed, candidates_of)
-    wanted = options.late_sums or (terms.prices and options.chooses)
-    if wanted and not step.explicit:  # there types say how values lie
+        candidate = _in_halves(step, unringed, candidates_of)
+    if (options.late_sums or by_price) and not step.explicit:  # there types say how values lie
         candidate = _with_late_sums(step, unringed, candidate, anyway=options.late_sums)
-    if terms.prices and options.chooses:
+    if by_price:
         candidate = _with_split_exchanges(step, unringed, candidate)
-    return replace(candidate, unringed=whole_rows.spmd)
+    return candidate, laid_out.spmd
+
+
+def _in_halves(
+    step: StepContext,
+    unringed: StepCandidate,
+    candidates_of: Callable[[StepCandidate], _Candidates],
+) -> StepCandidate:
+    """Return the best candidate with the batch in halves, or without if that is estimated faster.
+
+    Args:
+        step, unringed: as for `in_parts`.
+        candidates_of: gives the candidates of such a step.
+    """
+    undivided = candidates_of(unringed)
+    best = undivided.fastest(most=FEW_CANDIDATES)
+    split = _split(step, unringed, candidates_of)
+    assert split.halves is not None
+    if not split.is_split:
+        return replace(undivided.fastest(), halves=split.halves)
+    if split.seconds > best.seconds * (1 - SKIP_RINGS_GAIN):
+        best = undivided.fastest()
+    record = msgspec.structs.replace(split.halves, whole_s=best.seconds, step_s=split.seconds)
+    # Rings are estimated the shorter of the two, by a hundredth on the suite's 7B steps.
+    least_gain = 0 if best.decisions else GAIN
+    if split.seconds < best.seconds * (1 - least_gain):
+        return replace(split, halves=record)
+    why_not = f"it gains less than {GAIN:.0%}"
+    if split.seconds >= best.seconds:
+        why_not = "the step is faster without a split"
+    return replace(best, halves=msgspec.structs.replace(record, why_not=why_not))
+
+
+def _split(
+    step: StepContext,
+    unringed: StepCandidate,
+    candidates_of: Callable[[StepCandidate], _Candidates],
+) -> StepCandidate:
+    """Return the step with its batch in two parts, its scans unrolled if that is estimated faster.
+
+    `StepCandidate.halves` has the seconds of the other one too, or why the batch is not split.
+    """
+    split = in_parts(step, unringed, 2, 1)
+    assert split.halves is not None
+    if not split.is_split:
+        return split
+    if why_not := too_large(step.plain, split.spmd):
+        return replace(split, halves=msgspec.structs.replace(split.halves, why_not=why_not))
+    best, other = candidates_of(split).fastest(rings=False), None
+    if any(dot.runs > 1 for dot in dots(split.jaxpr)):
+        unrolled = in_parts(step, unringed, 2, UNROLL)
+        if fits(unrolled.spmd, step.cost):
+            other = candidates_of(unrolled).fastest(rings=False)
+    if other and other.seconds < best.seconds * (1 - UNROLL_GAIN):
+        best, other = other, best
+    if other is None:
+        return best
+    assert best.halves is not None and other.halves is not None
+    record = msgspec.structs.replace(
+        best.halves, other_unroll=other.halves.unroll, other_unroll_s=other.step_s
+    )
+    return replace(best, halves=record)
 
 
 def _with_late_sums(
-    step: StepContext, unringed: Unringed, candidate: StepCandidate, *, anyway: bool
+    step: StepContext, unringed: StepCandidate, candidate: StepCandidate, *, anyway: bool
 ) -> StepCandidate:
     """Add up sums behind their scans, if the step is faster so by estimate, or anyway."""
     edited = unringed.edited if candidate.edited is step.edited else candidate.edited
     base = edited.before if edited.before and edited.has(ShareViews) else edited
-    if candidate.plan.cut and not unringed.is_split:
-        unringed = in_parts(step, unringed, candidate.plan.cut.parts, 1)
+    if candidate.halves and candidate.is_split and not unringed.is_split:
+        unringed = in_parts(step, unringed, candidate.halves.parts, 1)
     names = DimNames(base.numbered.jaxpr)
     late = list(late_sums(base, names, unringed.spmd.shardings))
     return _with(step, candidate, base, late, -math.inf if anyway else LATE_SUMS_GAIN)
 
 
 def _with_split_exchanges(
-    step: StepContext, unringed: Unringed, candidate: StepCandidate
+    step: StepContext, unringed: StepCandidate, candidate: StepCandidate
 ) -> StepCandidate:
     """Send exchanges of `shard_map`s in chunks, if the step is faster so by estimate."""
     edited = unringed.edited if candidate.edited is step.edited else candidate.edited
@@ -178,62 +222,48 @@ def _with(
     """
     if not edits:
         return candidate
-    edited = apply(base, [*edits, ShareViews()])
-    spmd = step.partitioned_after(edited)
-    step_s = step.seconds(spmd)
-    pays = gain == -math.inf or (step_s is not None and step_s < seconds(candidate) * (1 - gain))
-    if changed(step.plain, spmd) or not pays:
-        return candidate
-    plan = msgspec.structs.replace(candidate.plan, edits=edited.edits)
-    return replace(candidate, plan=plan, edited=edited, step_s=step_s, spmd=spmd)
+    further = evaluated(step, replace(candidate, edited=apply(base, [*edits, ShareViews()])))
+    pays = gain == -math.inf or further.seconds < candidate.seconds * (1 - gain)
+    return further if pays and not further.why_not else candidate
 
 
 class _Candidates:
     """The candidates that the rules propose for one step."""
 
-    def __init__(
-        self,
-        step: StepContext,
-        terms: Terms,
-        options: Options,
-        unringed: Unringed,
-    ):
-        self._step, self._terms, self._options = step, terms, options
-        self._unringed = unringed
+    def __init__(self, step: StepContext, terms: Terms, unringed: StepCandidate):
+        self._step, self._terms, self._unringed = step, terms, unringed
         self._made: list[StepCandidate] = []
 
     # -- by bytes -----------------------------------------------------------------------------
 
-    def by_bytes(self) -> StepCandidate:
+    def by_bytes(self, *, layers_ahead: bool = False) -> StepCandidate:
         """Return the requested or rule-based candidate; scatter its sums where that sends less."""
-        candidate = self._finished(self._by_bytes(), layers_ahead=self._options.layers_ahead)
+        candidate = self._finished(self._by_bytes(), layers_ahead=layers_ahead)
         if candidate.edited is self._step.edited:
             plain = self._step.plain
-            return replace(candidate, step_s=self._step.seconds(plain), spmd=plain)
-        after = self._step.partitioned_after(candidate.edited)
-        if why := changed(self._step.plain, after):
-            return self._without_rings(candidate, why)
-        if self._terms.prices is None:
-            return candidate
-        return replace(candidate, step_s=self._step.estimate(after).step_s, spmd=after)
+            return replace(candidate, step_s=self._step.seconds(plain), program=plain)
+        candidate = evaluated(self._step, candidate)
+        if candidate.why_not:
+            return self._without_rings(candidate, candidate.why_not)
+        return candidate
 
     def _by_bytes(self) -> Decided:
         first = self._decided(self._terms)
-        if self._step.explicit:
+        where = {} if self._step.explicit else points(first.sharings.values())
+        if not where:
             return first
-        base, step = self._unringed.edited, self._step
+        scattered = explained(self._with_sums_scattered(where, by_price=False), first)
+        if scattered is None or self._exposure(scattered) >= self._exposure(first):
+            return first
+        return scattered
 
-        def anew(spmd: SpmdProgram) -> Decided:
-            return _decided(base, spmd.shardings, self._terms)
-
-        def cost(decided: Decided) -> float:
-            becomes = apply(base, decided.edits)
-            module = step.partitioned(becomes.jaxpr, ask=False).module
-            left = partitioner_collectives(module, dict(step.mesh.shape))
-            beside = (*left, *becomes.facts.get(ScatterLookup, ()))
-            return exposure(decided.sharings.values(), beside, self._terms.costs)
-
-        return scatter_sums(first, lambda where: self._with_sums_scattered(where, anew), cost)
+    def _exposure(self, decided: Decided) -> float:
+        """Return the cost of the step's collectives by bytes, exposed ones twice."""
+        step, edited = self._step, apply(self._unringed.edited, decided.edits)
+        module = step.partitioned(edited.jaxpr, ask=False).module
+        left = partitioner_collectives(module, dict(step.mesh.shape))
+        others = (*left, *edited.facts.get(ScatterLookup, ()))
+        return exposure(decided.sharings.values(), others, self._terms.costs)
 
     # -- by price -----------------------------------------------------------------------------
 
@@ -246,24 +276,18 @@ class _Candidates:
         """
         base_s, _ = self._base
         candidates = self._first(most) if rings else list(self._timed(self._gathered_ahead()))
-        best_s = min(map(seconds, candidates), default=math.inf)
+        best_s = min((c.seconds for c in candidates), default=math.inf)
         if best_s < base_s * (1 - GAIN if rings else 1):  # gathers ahead alone risk nothing
-            return next(
-                candidate for candidate in candidates if seconds(candidate) <= best_s * (1 + GAIN)
-            )
-        rings_s = min(
-            (seconds(candidate) for candidate in candidates if candidate.plan.decisions),
-            default=math.inf,
-        )
+            return next(c for c in candidates if c.seconds <= best_s * (1 + GAIN))
+        rings_s = min((c.seconds for c in candidates if c.decisions), default=math.inf)
         why = f"estimated step time {base_s * 1e3:.4g} ms without rings"
         why += f", {rings_s * 1e3:.4g} with" if rings_s < math.inf else ""
-        whole = self._without_rings(candidates[0], why)
-        return replace(whole, step_s=base_s, spmd=self._unringed.spmd)
+        return replace(self._without_rings(candidates[0], why), step_s=base_s)
 
     def soonest_s(self) -> float:
         """Return the least estimated seconds of the step without rings and with the rules'."""
         base_s, _ = self._base
-        return min([base_s, *map(seconds, self._first(FEW_CANDIDATES))])
+        return min([base_s, *(c.seconds for c in self._first(FEW_CANDIDATES))])
 
     def _first(self, most: int | None) -> list[StepCandidate]:
         """Return the first of all candidates with their seconds; each is made and timed once."""
@@ -287,27 +311,16 @@ class _Candidates:
 
         The step without rings is not timed here: its partitioned program is known.
         """
-        assert self._terms.prices is not None
+        plain, cost = self._step.plain, self._step.cost
+        assert cost is not None
         for decided, layers_ahead in every:
             candidate = self._finished(decided, layers_ahead=layers_ahead)
-            if rewrites(candidate.edited):
-                timed = functools.partial(self._seconds_of, candidate)
-                step_s, spmd = self._step.once(("timed", candidate.plan.edits), timed)
-                candidate = replace(candidate, step_s=step_s, spmd=spmd)
+            if candidate.rewrites:
+                candidate = evaluated(self._step, candidate)
+                spmd = candidate.spmd
+                if spmd.joined_bytes and exceeds(plain, spmd, cost):
+                    candidate = replace(candidate, step_s=None)
             yield candidate
-
-    def _seconds_of(self, candidate: StepCandidate) -> tuple[float | None, SpmdProgram]:
-        """Return a candidate's estimated seconds; None if its results are sharded otherwise.
-
-        None also if layers that are gathered ahead need more memory than there is.
-        """
-        after = self._step.partitioned_after(candidate.edited)
-        plain, cost = self._step.plain, self._step.cost
-        if after.joined_bytes and cost and exceeds(plain, after, cost):
-            return None, after
-        if changed(plain, after):
-            return None, after
-        return self._step.estimate(after).step_s, after
 
     def _all(self, priced: Terms) -> Iterator[tuple[Decided, bool]]:
         """Yield decisions by exposed time, by full collective cost, with every ring, and so on.
@@ -333,7 +346,7 @@ class _Candidates:
             alone = dict.fromkeys(sites, "the step is faster without")
             yield self._decided(self._terms, alone), False
         if where := points(every.sharings.values()):
-            yield self._with_sums_scattered(where, self._decided_anew), False
+            yield self._with_sums_scattered(where, by_price=True), False
 
     def _gathered_ahead(self) -> Iterator[tuple[Decided, bool]]:
         """Gather the weights of scans a step ahead, and make no ring: the first ones, or a layer's.
@@ -346,11 +359,6 @@ class _Candidates:
         reads = any(isinstance(edit, ReadGathered) for edit in first.edits)
         if reads and is_gpu(self._step.mesh) and not self._unringed.is_split:
             yield first, True
-
-    def _decided_anew(self, spmd: SpmdProgram) -> Decided:
-        """Decide on the step by what is exposed in another partitioned program of it."""
-        _, terms = self._knowing(spmd)
-        return _decided(self._unringed.edited, spmd.shardings, terms)
 
     def _knowing(self, spmd: SpmdProgram) -> tuple[float, Terms]:
         """Return a step's seconds, and terms with the exposed time of undecomposed collectives."""
@@ -375,46 +383,47 @@ class _Candidates:
             terms = replace(terms, requests=replace(terms.requests, rejected=rejected))
         return _decided(self._unringed.edited, self._unringed.spmd.shardings, terms)
 
-    def _with_sums_scattered(self, where: Mapping[int, Point], decided: Decide) -> Decided:
-        jaxpr, shardings = self._unringed.jaxpr, self._unringed.spmd.shardings
-        mesh = self._step.mesh
-        return with_sums_scattered(self._step.traced, jaxpr, shardings, where, decided, mesh)
-
-    def _finished(self, decided: Decided, *, layers_ahead: bool = False) -> StepCandidate:
-        options, unringed = self._options, self._unringed
-        return _finished(self._step, decided, options, unringed, layers_ahead=layers_ahead)
-
-    def _without_rings(self, candidate: StepCandidate, why: str) -> StepCandidate:
-        """Return the candidate that keeps the layouts of another one, and makes no ring.
+    def _with_sums_scattered(self, where: Mapping[int, Point], *, by_price: bool) -> Decided:
+        """Decide on the step with some sums scattered.
 
         Args:
-            candidate: the candidate.
+            where: the sums.
+            by_price: whether by what is exposed in the step with these sums scattered.
+        """
+        step, base = self._step, self._unringed
+        shardings = base.spmd.shardings
+        spmd = partitioned_scattered(step.traced, base.jaxpr, where, shardings, step.mesh)
+        _, terms = self._knowing(spmd) if by_price else (0.0, self._terms)
+        return replace(_decided(base.edited, spmd.shardings, terms), sums=where)
+
+    def _finished(self, decided: Decided, *, layers_ahead: bool = False) -> StepCandidate:
+        return _finished(self._step, self._unringed, decided, self._terms, layers_ahead)
+
+    def _without_rings(self, candidate: StepCandidate, why: str) -> StepCandidate:
+        """Return the step with its layouts and batch split alone.
+
+        Args:
+            candidate: a candidate with rings, to list its matmuls.
             why: the reason why no matmul gets a ring.
         """
         unringed, edited = self._unringed, self._step.edited
         if unringed.differs:
             edited = apply(unringed.edited, [ShareViews()])
-        plan = candidate.plan.without_rings(Reason("not ringed", why))
-        plan = msgspec.structs.replace(plan, edits=edited.edits)
-        return StepCandidate(plan, edited)
+        entries = without_rings(candidate.entries, Reason("not ringed", why))
+        return replace(unringed, edited=edited, entries=entries)
 
 
 def _axis_by_axis(first: Decided) -> Iterator[dict[int, str]]:
     """Yield for each axis the matmuls whose rings run along it, if there are several axes."""
     rings = [ring for sharing in first.sharings.values() for ring in sharing.rings]
-    axes = dict.fromkeys(ring.first.ring.axis for ring in rings)
+    axes = dict.fromkeys(ring.axis for ring in rings)
     for axis in axes if len(axes) > 1 else ():
         yield {
             m.dot.index: f"the step is faster without rings on {axis}"
             for ring in rings
-            if ring.first.ring.axis == axis
+            if ring.axis == axis
             for m in ring.members
         }
-
-
-def rewrites(edited: EditedStep) -> bool:
-    """Return whether edits change anything but the sharding of values."""
-    return edited.has(MakeRing, ReadGathered, ScatterLookup, SumLate, SplitExchange)
 
 
 # -- one candidate ----------------------------------------------------------------------------
@@ -424,48 +433,35 @@ def _decided(step: EditedStep, shardings: Mapping[Any, Shardings], terms: Terms)
     """Decide on every matmul of a step, given the shardings."""
     all_bodies = bodies(step.jaxpr)
     entries, sharings = decide(all_bodies, shardings, terms)
-    inside, manual = decide_manual(all_bodies, shardings, terms.requests)
-    entries = tuple(inside.get(entry.site, entry) for entry in entries)
     known = [] if terms.explicit else lookups(all_bodies, shardings, step.mesh, terms.costs)
     edits: list[Edit] = [lookup.edit for lookup in known]
-    for number in {**sharings, **manual}:
-        edits += manual_edits(manual[number]) if number in manual else edits_of(sharings[number])
-    return Decided(entries, sharings, tuple(edits))
+    for sharing in sharings.values():
+        edits += edits_of(sharing)
+    automatic = {n: sharing for n, sharing in sharings.items() if sharing.manual is None}
+    return Decided(entries, automatic, tuple(edits))
 
 
 def _finished(
     step: StepContext,
+    unringed: StepCandidate,
     decided: Decided,
-    options: Options,
-    unringed: Unringed | None = None,
-    *,
+    terms: Terms,
     layers_ahead: bool = False,
 ) -> StepCandidate:
     """Apply decisions, and gather scanned weights a step ahead; nothing, if nothing is decided.
 
     Args:
         step: the step.
+        unringed: the step with layouts and batch split.
         decided: the decisions for it.
-        options: the user's options.
-        unringed: the step with layouts and batch split; None for the step itself.
+        terms: the terms of the decisions.
         layers_ahead: whether all weights of a layer are gathered ahead, as one.
     """
-    edited = apply(unringed.edited if unringed else step.edited, decided.edits)
+    edited = apply(unringed.edited, decided.edits)
     rings = edited.facts.get(MakeRing)
-    if rings and rings.gathered and options.fsdp == "prefetch":
+    if rings and rings.gathered and terms.prefetch:
         edited = apply(edited, [GatherAhead(whole_layers=layers_ahead)])
-    if rewrites(edited) or (unringed and unringed.differs):
-        edited = apply(edited, [ShareViews()])
-    else:
-        edited = step.edited
-    plan = Plan(
-        step=step.params["name"],
-        mesh=dict(step.mesh.shape),
-        edits=edited.edits,
-        entries=decided.entries,
-        **evidence_of(edited),
-        sums=tuple(ScatteredSum(site=i, dim=p.dim, axes=p.axes) for i, p in decided.sums.items()),
-        layouts=unringed and unringed.layouts,
-        halves=unringed and unringed.halves,
-    )
-    return StepCandidate(plan, edited)
+    sums = tuple(ScatteredSum(site=i, dim=p.dim, axes=p.axes) for i, p in decided.sums.items())
+    candidate = replace(unringed, edited=edited, program=None, entries=decided.entries, sums=sums)
+    changes = candidate.rewrites or unringed.differs
+    return replace(candidate, edited=apply(edited, [ShareViews()]) if changes else step.edited)

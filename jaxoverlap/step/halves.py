@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -23,26 +22,18 @@ from jaxoverlap.passes.halves.start import BatchDim, batch_dims
 from jaxoverlap.passes.layouts.dims import DimNames
 from jaxoverlap.passes.layouts.pins import pinnable
 from jaxoverlap.passes.planning.terms import Terms
-from jaxoverlap.passes.rewriting.one_view import with_one_view
 from jaxoverlap.passes.rewriting.pin_results import is_even
-from jaxoverlap.plan.edits import Pin, SplitBatch
+from jaxoverlap.plan.edits import Pin, ShareViews, SplitBatch
 from jaxoverlap.plan.halves import Halves
-from jaxoverlap.plan.limits import (
-    FEW_CANDIDATES,
-    GAIN,
-    SKIP_RINGS_GAIN,
-    UNROLL,
-    UNROLL_GAIN,
-)
 from jaxoverlap.simulation import hlo
+from jaxoverlap.step.candidate import StepCandidate, evaluated
 from jaxoverlap.step.context import StepContext
-from jaxoverlap.step.layouts import Unringed, changed, described, examples
-from jaxoverlap.step.memory import fits, too_large
+from jaxoverlap.step.layouts import described, examples
 
 _MIXED_UP = "XLA:CPU mixes up the rings of parts in loops within loops (docs/upstream.md)"
 
 
-def in_parts(step: StepContext, unringed: Unringed, parts: int, unroll: int) -> Unringed:
+def in_parts(step: StepContext, unringed: StepCandidate, parts: int, unroll: int) -> StepCandidate:
     """Split the batch of a step, if that changes nothing but its speed.
 
     Args:
@@ -59,63 +50,7 @@ def in_parts(step: StepContext, unringed: Unringed, parts: int, unroll: int) -> 
     return replace(split, layouts=unringed.layouts)
 
 
-def in_halves(
-    step: StepContext,
-    unringed: Unringed,
-    candidates_of: Callable[[Unringed], Any],
-) -> Any:
-    """Return the best candidate with the batch in halves, or without if that is estimated faster.
-
-    Args:
-        step, unringed: as for `in_parts`.
-        candidates_of: gives the candidates (`candidates._Candidates`) of such a step.
-
-    Returns:
-        A `candidates.StepCandidate`.
-    """
-    whole = candidates_of(unringed)
-    best = whole.fastest(most=FEW_CANDIDATES)
-    split = in_parts(step, unringed, 2, 1)
-    assert split.halves is not None
-    record, why_not = split.halves, split.halves.why_not
-    if split.is_split and not (why_not := too_large(step.plain, split.spmd)):
-        splits = [split]
-        if any(dot.runs > 1 for dot in dots(split.jaxpr)):
-            unrolled = in_parts(step, unringed, 2, UNROLL)
-            splits += [unrolled] if fits(unrolled.spmd, step.cost) else []
-        candidate, *others = (candidates_of(split).fastest(rings=False) for split in splits)
-        most_s = seconds(candidate) * (1 - UNROLL_GAIN)
-        if others and seconds(others[0]) < most_s:
-            candidate, others = others[0], [candidate]
-        step_s = seconds(candidate)
-        if step_s > seconds(best) * (1 - SKIP_RINGS_GAIN):
-            best = whole.fastest()
-        assert candidate.plan.halves is not None
-        whole_s = seconds(best)
-        record = msgspec.structs.replace(candidate.plan.halves, whole_s=whole_s, step_s=step_s)
-        for other in others:
-            unroll, other_s = other.plan.halves.unroll, other.step_s
-            record = msgspec.structs.replace(record, other_unroll=unroll, other_unroll_s=other_s)
-        # Rings are estimated the shorter of the two, by a hundredth on the suite's 7B steps.
-        least = 0 if best.plan.decisions else GAIN
-        if step_s < whole_s * (1 - least):
-            return replace(candidate, plan=msgspec.structs.replace(candidate.plan, halves=record))
-        slower = step_s >= whole_s
-        why_not = (
-            "the step is faster without a split" if slower else f"it gains less than {GAIN:.0%}"
-        )
-    else:
-        best = whole.fastest()
-    record = msgspec.structs.replace(record, why_not=why_not)
-    return replace(best, plan=msgspec.structs.replace(best.plan, halves=record))
-
-
-def seconds(candidate: Any) -> float:
-    """Return the estimated seconds of a candidate; infinity where they are not known."""
-    return math.inf if candidate.step_s is None else candidate.step_s
-
-
-def safe_terms(step: StepContext, unringed: Unringed, terms: Terms) -> Terms:
+def safe_terms(step: StepContext, unringed: StepCandidate, terms: Terms) -> Terms:
     """Return terms without rings where XLA:CPU would deliver a permute of one part to another.
 
     It starts a loop, and then what sends beside it, before or after the loop's own collectives: on
@@ -127,7 +62,7 @@ def safe_terms(step: StepContext, unringed: Unringed, terms: Terms) -> Terms:
     return replace(terms, requests=replace(terms.requests, rejected=rejected))
 
 
-def _in_parts(step: StepContext, unringed: Unringed, parts: int, unroll: int) -> Unringed:
+def _in_parts(step: StepContext, unringed: StepCandidate, parts: int, unroll: int) -> StepCandidate:
     """Split the batch as `in_parts` does, which remembers the result."""
     edited, record = _split(step, unringed, parts, unroll)
     if record.why_not:
@@ -136,19 +71,19 @@ def _in_parts(step: StepContext, unringed: Unringed, parts: int, unroll: int) ->
     if record.unroll > 1:
         edited = apply(edited, _as_in(shardings, edited.jaxpr, step.mesh))
     try:
-        spmd = step.partitioned(with_one_view(edited.jaxpr), ask=False)
+        split = evaluated(step, StepCandidate(apply(edited, [ShareViews()])))
     except RewriteError as error:
         return _left(unringed, record, str(error))
-    if why_not := changed(step.plain, spmd):
-        return _left(unringed, record, why_not)
-    spmd = replace(spmd, shardings=shardings)
+    if split.why_not:
+        return _left(unringed, record, split.why_not)
+    spmd = replace(split.spmd, shardings=shardings)
     least = least_matmul(unringed.jaxpr, edited.jaxpr, shardings, parts, step.mesh.shape)
     record = msgspec.structs.replace(
         record,
         least_sum=min(_sums(spmd) - _sums(unringed.spmd), default=None),
         least_matmul=least,
     )
-    return replace(unringed, edited=edited, spmd=spmd, halves=record)
+    return replace(unringed, edited=edited, program=spmd, halves=record)
 
 
 def _sums(spmd: SpmdProgram) -> set[int]:
@@ -176,13 +111,13 @@ def _as_in(shardings: Mapping[Any, Shardings], jaxpr: Any, mesh: Mesh) -> list[P
     ]
 
 
-def _left(unringed: Unringed, record: Halves, why_not: str) -> Unringed:
+def _left(unringed: StepCandidate, record: Halves, why_not: str) -> StepCandidate:
     """Return the step without a batch split, with the reason."""
     return replace(unringed, halves=msgspec.structs.replace(record, why_not=why_not))
 
 
 def _split(
-    step: StepContext, unringed: Unringed, parts: int, unroll: int
+    step: StepContext, unringed: StepCandidate, parts: int, unroll: int
 ) -> tuple[EditedStep, Halves]:
     """Split the batch dim that most matmuls have, if each device holds enough of it."""
 

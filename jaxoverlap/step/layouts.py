@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, Literal
 
 import msgspec
@@ -27,72 +27,43 @@ from jaxoverlap.passes.layouts.pins import Pins, pinnable
 from jaxoverlap.passes.layouts.search import LayoutSearch, PricedLayout
 from jaxoverlap.passes.planning.entries import source_of
 from jaxoverlap.passes.rewriting.pin_results import pinned_results
-from jaxoverlap.plan.edits import ORDER, DropTypes, Edit, Pin, PinResults, in_order
-from jaxoverlap.plan.halves import Halves
+from jaxoverlap.plan.edits import ORDER, Edit, Pin, in_order
 from jaxoverlap.plan.layouts import KeptEdit, Layouts, PinnedResult
 from jaxoverlap.plan.limits import GAIN, LAYOUT_EQUATIONS, LAYOUT_MEMORY, RIVAL_LAYOUTS
+from jaxoverlap.step.candidate import StepCandidate, changed, evaluate
 from jaxoverlap.step.context import StepContext
-from jaxoverlap.step.options import LayoutMode, Options
+from jaxoverlap.step.options import LayoutMode
 
 _WRONG_FROM = 3  # axes of a mesh on which XLA loses a permute (docs/upstream.md)
 
 
-@dataclass(frozen=True)
-class Unringed:
-    """A step before any ring: with layouts and a batch split, or without.
-
-    Attributes:
-        edited: the step; its results are pinned to the shardings of the original step.
-        spmd: its partitioned program.
-        layouts: the results that are pinned; None if no layout was searched for.
-        halves: the batch split; None if none was considered.
-    """
-
-    edited: EditedStep
-    spmd: SpmdProgram
-    layouts: Layouts | None = None
-    halves: Halves | None = None
-
-    @property
-    def jaxpr(self) -> Any:
-        """The step's jaxpr."""
-        return self.edited.jaxpr
-
-    @property
-    def differs(self) -> bool:
-        """Whether it differs from the original step in more than pins of the step's results."""
-        return any(not isinstance(e, DropTypes | PinResults) for e in self.edited.edits)
-
-    @property
-    def is_split(self) -> bool:
-        """Whether its batch is split."""
-        return self.halves is not None and not self.halves.why_not
-
-
 def with_layouts(
-    step: StepContext, options: Options, overlapped_s: Callable[[Unringed], float]
-) -> Unringed:
+    step: StepContext,
+    mode: LayoutMode | None,
+    pins: tuple[Edit, ...] | None,
+    overlapped_s: Callable[[StepCandidate], float],
+) -> StepCandidate:
     """Pin the results of matmuls that are found to be better off pinned.
 
     Args:
         step: the step.
-        options: the user's options.
+        mode: how long to search; None not to.
+        pins: edits of the layout to take instead of a search.
         overlapped_s: estimates the seconds of a step with layouts, once it is overlapped.
     """
-    evaluator, mode, cost = _Evaluator(step), options.layouts, step.cost
+    evaluator, cost = _Evaluator(step), step.cost
     layouts: Layouts | None = None
-    if options.pins is not None and not step.explicit:
-        edits = options.pins
+    edits: tuple[Edit, ...] = ()
+    if pins is not None and not step.explicit:
+        edits = pins
     elif mode and cost and not step.explicit:  # there types say how values lie
         layouts, edits = step.once(
             ("layouts", mode), lambda: _searched(evaluator, cost, mode, overlapped_s)
         )
-    else:
-        edits = ()
-    unringed = evaluator.at(edits)
-    if edits and (changed(step.plain, unringed.spmd) or _astray(unringed.spmd, step.mesh)):
+    candidate = evaluator.at(edits)
+    if edits and (changed(step.plain, candidate.spmd) or _astray(candidate.spmd, step.mesh)):
         return evaluator.at(())
-    return replace(unringed, layouts=layouts)
+    return replace(candidate, layouts=layouts)
 
 
 class _Evaluator:
@@ -106,41 +77,36 @@ class _Evaluator:
         """Return the step with edits; its results keep the shardings of the plain step."""
         return apply(self.step.edited, in_order([*edits, *self._results]))
 
-    def at(self, edits: Sequence[Edit]) -> Unringed:
+    def at(self, edits: Sequence[Edit]) -> StepCandidate:
         """Edit the step and partition it, which gives the shardings of its matmuls."""
 
-        def at() -> Unringed:
+        def partitioned() -> StepCandidate:
             edited = self.edited(edits)
             spmd = self.step.partitioned(edited.jaxpr) if edits else self.step.plain
-            return Unringed(edited, spmd)
+            return StepCandidate(edited, spmd)
 
-        return self.step.once(("laid out", frozenset(edits)), at)
+        return self.step.once(("sharded", tuple(edits)), partitioned)
 
     def answer(self, edits: Sequence[Edit]) -> PricedLayout:
         """Partition the step with edits, and estimate it; XLA may refuse some."""
-        edited = self.edited(edits)
         try:
-            spmd = self.step.partitioned(edited.jaxpr, ask=False)
+            candidate = evaluate(self.step, StepCandidate(self.edited(edits)))
         except RewriteError as error:
             return PricedLayout(math.inf, 0, str(error))
-        why_not = changed(self.step.plain, spmd) or _astray(spmd, self.step.mesh)
-        return _answer(self.step, spmd, why_not)
+        why_not = candidate.why_not or _astray(candidate.spmd, self.step.mesh)
+        peak_bytes = estimated_peak_bytes(candidate.spmd.module)
+        return PricedLayout(candidate.seconds, peak_bytes, why_not)
 
 
 def _pins(pins: Pins) -> tuple[Pin, ...]:
     return tuple(Pin(site=site, spec=spec) for site, spec in pins.items())
 
 
-def _answer(step: StepContext, spmd: SpmdProgram, why_not: str = "") -> PricedLayout:
-    step_s = step.estimate(spmd).step_s
-    return PricedLayout(step_s, estimated_peak_bytes(spmd.module), why_not)
-
-
 def _searched(
     evaluator: _Evaluator,
     cost: CostModel,
     mode: LayoutMode,
-    overlapped_s: Callable[[Unringed], float],
+    overlapped_s: Callable[[StepCandidate], float],
 ) -> tuple[Layouts, tuple[Edit, ...]]:
     """Search for the layout of a step; return the record of it, and its edits."""
     step, plain = evaluator.step, evaluator.step.plain
@@ -151,7 +117,7 @@ def _searched(
         dims=dims,
         sizes=sizes,
         ask=lambda pins: evaluator.answer(_pins(pins)),
-        plain=_answer(step, plain),
+        plain=PricedLayout(step.estimate(plain).step_s, estimated_peak_bytes(plain.module)),
         most=most,
         thorough=mode != "repair",
     )
@@ -280,16 +246,6 @@ def described(eqn: Any, around: Sequence[Any] = ()) -> str:
 
 def _num_equations(jaxpr: Any) -> int:
     return sum(len(body.eqns) for body in bodies(jaxpr)) or 1
-
-
-def changed(plain: SpmdProgram, after: SpmdProgram) -> str:
-    """Say how sharding or donation differ from the plain step's; empty if they do not."""
-    pairs = zip(plain.results, after.results, strict=True)
-    moved = [str(position) for position, (one, other) in enumerate(pairs) if one != other]
-    if moved:
-        return f"XLA would give result {', '.join(moved[:3])} another sharding"
-    lost = {argument for _, argument in plain.donated - after.donated}
-    return f"XLA would not donate argument {', '.join(sorted(lost)[:3])}" if lost else ""
 
 
 def _astray(spmd: SpmdProgram, mesh: Mesh) -> str:

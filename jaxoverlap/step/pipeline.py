@@ -15,6 +15,7 @@ from jaxoverlap.cost.groups import groups_of
 from jaxoverlap.hardware.topology import axis_costs
 from jaxoverlap.passes.analysis.jaxprs import equations
 from jaxoverlap.passes.analysis.mesh import unread
+from jaxoverlap.passes.analysis.partitioned import SpmdProgram
 from jaxoverlap.passes.analysis.sharding_rules import partitions_itself
 from jaxoverlap.passes.apply import apply
 from jaxoverlap.passes.edited import EditedStep
@@ -26,10 +27,11 @@ from jaxoverlap.plan.limits import GAIN, STREAM_GAIN
 from jaxoverlap.plan.plan import Plan
 from jaxoverlap.plan.price import Price
 from jaxoverlap.plan.streams import Streams
-from jaxoverlap.step.candidates import StepCandidate, overlapped, rewrites
-from jaxoverlap.step.check_plan import followed
+from jaxoverlap.step.candidate import StepCandidate, changed, evaluate
+from jaxoverlap.step.candidates import overlapped
+from jaxoverlap.step.check_plan import evidence_of, followed
 from jaxoverlap.step.context import StepContext, prepare
-from jaxoverlap.step.layouts import changed, described
+from jaxoverlap.step.layouts import described
 from jaxoverlap.step.options import Options
 
 
@@ -77,12 +79,25 @@ def run_passes(call: jits.Call, options: Options, step: StepContext | None = Non
         return PassResult(plan, step, edited)
     if not unread(step.mesh):
         step = _untyped(step)
-    done = overlapped(step, _terms(step, options), options)
-    edited, plan = done.edited, msgspec.structs.replace(done.plan, made_for=step.origin)
-    plan = _with_price(step, done, plan)
+    done, laid_out = overlapped(step, _terms(step, options), options)
+    edited = done.edited
     if step.typed is not None and edited is step.edited and not step.inferred:
         edited = step.typed.edited  # nothing is changed, so types stay
-    plan = msgspec.structs.replace(plan, edits=edited.edits)
+    operations = (at for at in equations(step.jaxpr) if partitions_itself(at[0]))
+    plan = Plan(
+        step=step.params["name"],
+        mesh=dict(step.mesh.shape),
+        edits=edited.edits,
+        entries=done.entries,
+        **evidence_of(edited),
+        sums=done.sums,
+        layouts=done.layouts,
+        halves=done.halves,
+        partitioning=tuple(dict.fromkeys(described(*at) for at in operations)),
+        made_for=step.origin,
+    )
+    if done.step_s is not None and laid_out is not None:
+        plan = _with_price(step, done, laid_out, plan)
     return PassResult(plan, step, edited, done.step_s)
 
 
@@ -104,9 +119,7 @@ def estimated(step: StepContext, edits: Iterable[Edit]) -> float | None:
     Raises:
         UserError, RewriteError: as `apply`, and if XLA does not partition the step.
     """
-    edited = apply(step.edited, edits)
-    spmd = step.partitioned_after(edited)
-    return None if changed(step.plain, spmd) else step.seconds(spmd)
+    return evaluate(step, StepCandidate(apply(step.edited, edits))).step_s
 
 
 def _untyped(step: StepContext) -> StepContext:
@@ -169,16 +182,21 @@ def _terms(step: StepContext, options: Options) -> Terms:
     )
 
 
-def _with_price(step: StepContext, candidate: StepCandidate, plan: Plan) -> Plan:
-    """Add the estimated gain, and the operations that partition themselves, to a plan."""
-    operations = (at for at in equations(step.jaxpr) if partitions_itself(at[0]))
-    partitioning = tuple(dict.fromkeys(described(*at) for at in operations))
-    plan = msgspec.structs.replace(plan, partitioning=partitioning)
-    if candidate.step_s is None or candidate.spmd is None or candidate.unringed is None:
-        return plan
+def _with_price(
+    step: StepContext, candidate: StepCandidate, laid_out: SpmdProgram, plan: Plan
+) -> Plan:
+    """Add the estimated gain of each tool to a plan.
+
+    Args:
+        step: the step.
+        candidate: what the search has chosen; its estimate is known.
+        laid_out: the partitioned program of the step with its layouts alone.
+        plan: the plan.
+    """
+    assert candidate.step_s is not None
     # Each tool's gain on one stream, as XLA launches a step as it is, and then the second stream's.
     one_stream = functools.partial(step.estimate, nvlink_stream=False)
-    untyped, laid_s = one_stream(step.plain), one_stream(candidate.unringed).step_s
+    untyped, laid_s = one_stream(step.plain), one_stream(laid_out).step_s
     as_it_is = untyped
     if step.typed and step.inferred:
         as_it_is = one_stream(step.typed.plain)
@@ -189,7 +207,7 @@ def _with_price(step: StepContext, candidate: StepCandidate, plan: Plan) -> Plan
         saved_s["types"] = as_it_is.step_s - untyped.step_s
     if plan.layouts and plan.layouts.changes:
         saved_s["layouts"] = untyped.step_s - laid_s
-    if plan.cut or rewrites(candidate.edited):
+    if plan.cut or candidate.rewrites:
         rings = any(d.num_chunks > 1 for d in plan.decisions)
         saved_s["halves" if plan.cut else "rings" if rings else "gathers"] = laid_s - one_s
     if streams and streams.are_two:

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 
 from msgspec import structs
 
-from jaxoverlap.passes.planning.decide import variant_of
+from jaxoverlap.passes.planning.matmuls import variant_of
 from jaxoverlap.plan.edits import GatherAhead, MakeRing, ReadGathered, ShareViews
 from jaxoverlap.plan.limits import WORTH_MOVING
 from jaxoverlap.plan.plan import Decision, Plan, Skip, Variant

@@ -20,7 +20,7 @@ import os
 import time
 from collections.abc import Callable, Hashable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -75,19 +75,6 @@ class Tried:
     request: Request | None = None
 
 
-@dataclass(frozen=True)
-class Looked:
-    """A candidate that XLA's partitioner has partitioned.
-
-    Attributes:
-        candidate: the candidate.
-        step_s: its estimated seconds; None where it cannot be rewritten.
-    """
-
-    candidate: Candidate
-    step_s: float | None
-
-
 @dataclass
 class Search:
     """One tuning.
@@ -104,7 +91,8 @@ class Search:
         kernels: the kernels that the candidates share.
         workers: the number of children at a time.
         tried: all results, in order.
-        looked: the candidates that were estimated, by their keys.
+        looked: the candidates that were estimated, with their seconds, by their keys; none where a
+            candidate cannot be rewritten.
         complete: whether the search ended by itself.
     """
 
@@ -119,7 +107,7 @@ class Search:
     kernels: KnownKernels = field(default_factory=KnownKernels)
     workers: int = field(default_factory=lambda: min(_MOST_WORKERS, _cores()))
     tried: list[Tried] = field(default_factory=list)
-    looked: dict[Hashable, Looked] = field(default_factory=dict)
+    looked: dict[Hashable, Candidate] = field(default_factory=dict)
     complete: bool = False
 
     def run(self) -> Tried:
@@ -219,15 +207,14 @@ class Search:
 
     def _look(self, candidate: Candidate) -> float | None:
         """Return the estimated seconds of a candidate; each is partitioned once."""
-        key = candidate.key
-        if key not in self.looked:
+        if (known := self.looked.get(candidate.key)) is None:
             assert candidate.source is not None
             try:
                 step_s = candidate.step_s or self.look(candidate.source)
             except (RewriteError, UserError):
                 step_s = None
-            self.looked[key] = Looked(candidate, step_s)
-        return self.looked[key].step_s
+            known = self.looked[candidate.key] = replace(candidate, step_s=step_s)
+        return known.step_s
 
     def _looking(self, candidates: Sequence[Candidate]) -> Callable[[], bool]:
         """Return what looks at the next of some candidates; False if there is none, or no time."""

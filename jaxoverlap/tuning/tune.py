@@ -25,7 +25,7 @@ from jaxoverlap.tuning.candidates import PLAIN, RULES, Candidate, seeds, ways, w
 from jaxoverlap.tuning.correction import Correction, correction
 from jaxoverlap.tuning.lagom.channels import CoTuned, co_tune
 from jaxoverlap.tuning.lagom.granularity import GranularityModel, granularity
-from jaxoverlap.tuning.search import Looked, Search, Tried
+from jaxoverlap.tuning.search import Search, Tried
 from jaxoverlap.tuning.table import progress, tried_table
 from jaxoverlap.tuning.target import TuningTarget
 
@@ -136,7 +136,7 @@ def _searched(
         best = search.run()
     tried = tuple(_attempt(t, taken=t is best) for t in search.tried)
     compiled = {t.candidate.name for t in search.tried}
-    others = (one for one in search.looked.values() if one.candidate.name not in compiled)
+    others = (one for one in search.looked.values() if one.name not in compiled)
     tried += tuple(map(_looked_at, others))
     if tuning.measure:
         return _corrected(target, search, tried, console), search.complete
@@ -172,12 +172,12 @@ def _attempt(tried: Tried, *, taken: bool) -> Attempt:
     )
 
 
-def _looked_at(one: Looked) -> Attempt:
+def _looked_at(one: Candidate) -> Attempt:
     """Return a plan's record of a candidate that was estimated and not compiled."""
     if one.step_s is None:
-        return Attempt(name=one.candidate.name, why="could not be rewritten")
+        return Attempt(name=one.name, why="could not be rewritten")
     why = f"about {one.step_s * 1e3:.4g} ms before it is compiled: left at that"
-    return Attempt(name=one.candidate.name, why=why)
+    return Attempt(name=one.name, why=why)
 
 
 # -- by simulation --------------------------------------------------------------------------------

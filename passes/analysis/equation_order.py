@@ -26,7 +26,7 @@ class EquationOrder:
         last_effect = None
         for position, eqn in enumerate(eqns):
             before = {made[v] for v in eqn.invars if not compat.is_literal(v) and v in made}
-            if eqn.effects:  # equations with effects keep their order
+            if compat.ordered_effects(eqn):  # these keep their order; collectives may move
                 before |= {last_effect} - {None}  # type: ignore[arg-type]
                 last_effect = position
             self._before.append(before)  # type: ignore[arg-type]

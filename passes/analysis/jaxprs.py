@@ -22,7 +22,7 @@ REMATS = ("remat2", "checkpoint")  # one primitive, by the names that it has had
 
 # Higher-order primitives whose bodies run as they stand, on the values the step itself holds.
 # The body of any other (pallas_call, ...) has rules of its own: look, do not touch. That of a
-# shard_map is manual (`Manual`), and only `passes/manual` touches it.
+# shard_map is manual (`Manual`), and only `passes/planning/manual` touches it.
 TRANSPARENT = frozenset(
     {
         *REMATS,

@@ -55,7 +55,7 @@ class End(NamedTuple):
         for eqn in self.views:
             if eqn.primitive.name == "transpose":
                 value = lax.transpose(value, eqn.params["permutation"])
-            else:
+            elif eqn.primitive.name == "convert_element_type":
                 value = lax.convert_element_type(value, eqn.params["new_dtype"])
         return value
 

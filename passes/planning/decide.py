@@ -12,51 +12,34 @@ import functools
 from collections.abc import Iterator, Mapping, Sequence
 
 import msgspec
-import numpy as np
 
-from jaxoverlap._jax import compat
 from jaxoverlap._util.text import human_bytes
-from jaxoverlap.passes.analysis.einsum import LETTERS, einsum_of
 from jaxoverlap.passes.analysis.jaxprs import Body, Dot
 from jaxoverlap.passes.analysis.partitioned import Shardings
 from jaxoverlap.passes.planning.entries import (
+    letters_of,
+    module_of,
     names_of,
-    num_dims,
     reader_entry,
-    ring_entry,
     skip_of,
+    source_of,
 )
 from jaxoverlap.passes.planning.independent_matmuls import IndependentMatmuls
 from jaxoverlap.passes.planning.layout import traffic
+from jaxoverlap.passes.planning.manual.share import share_written
+from jaxoverlap.passes.planning.matmuls import (
+    matmul_of,
+    refusal,
+    typed_otherwise,
+    variant_of,
+    why_unfit,
+)
 from jaxoverlap.passes.planning.ring_plan import Member, Ring, Sharing
 from jaxoverlap.passes.planning.share import Specs, share
 from jaxoverlap.passes.planning.splits import ShardedMatmul
-from jaxoverlap.passes.planning.terms import Requests, Terms
-from jaxoverlap.plan.collectives import Kind
+from jaxoverlap.passes.planning.terms import Terms
+from jaxoverlap.plan.collectives import RING_PASSES
 from jaxoverlap.plan.decisions import Decision, Reason, Skip, Variant
-
-_DTYPES = (
-    *("float8_e4m3fn", "float8_e5m2", "float16", "bfloat16", "float32", "float64"),
-    *("int8", "uint8", "int32"),
-)
-
-
-def matmul_of(
-    dot: Dot, shardings: Shardings, axis_sizes: Mapping[str, int]
-) -> ShardedMatmul | Reason:
-    """Return a matmul as the sharding algebra reads it, or why its sharding is not known."""
-    avals = [v.aval for v in (*dot.eqn.invars, dot.eqn.outvars[0])]
-    lhs, rhs, out = shardings[:3]
-    if lhs is None or rhs is None or out is None:
-        return Reason("no ring", "its sharding splits a mesh axis, or could not be read")
-    return ShardedMatmul(
-        einsum=einsum_of(dot.eqn.params["dimension_numbers"], avals[0].shape, avals[1].shape),
-        lhs=lhs,
-        rhs=rhs,
-        out=out,
-        itemsize=tuple(np.dtype(a.dtype).itemsize for a in avals),  # type: ignore[arg-type]
-        axis_sizes=axis_sizes,
-    )
 
 
 def decide(
@@ -92,11 +75,7 @@ def _shared(body: Body, step: _Step) -> Sharing:
     """
     rejected = step.terms.requests.left_plain
     while True:
-        read = functools.partial(step.read, rejected)
-        terms = step.terms
-        sharing = share(
-            body, read, step.beyond, ahead=terms.prefetch, costs=terms.costs, rings=terms.rings
-        )
+        sharing = step.shared(body, rejected)
         lost: dict[int, Reason] = {}
         for ring in sharing.rings:
             ring.variant, ring.why = step.chosen(body, ring)
@@ -120,11 +99,21 @@ class _Step:
         names = {index: names_of(self.matmuls[index]) for index in sorted(self.matmuls)}
         terms.requests.check(names)
 
+    def shared(self, body: Body, rejected: Mapping[int, Reason]) -> Sharing:
+        """Return the rings of a body, without those of rejected matmuls."""
+        terms = self.terms
+        if any(dot.manual for dot in body.dots):
+            return share_written(body, self._shardings, terms.requests, rejected)
+        read = functools.partial(self.read, rejected)
+        return share(
+            body, read, self.beyond, ahead=terms.prefetch, costs=terms.costs, rings=terms.rings
+        )
+
     def read(self, rejected: Mapping[int, Reason], dot: Dot) -> ShardedMatmul | Reason:
         """Return a matmul with its sharding, or why it is not rewritten."""
         unread = self.terms.unread
         left = Reason("no ring", unread) if unread else refusal(dot, self.terms.requests)
-        left = left or _typed_otherwise(dot, self.terms.explicit)
+        left = left or typed_otherwise(dot, self.terms.explicit)
         return left or rejected.get(dot.index) or self._known(dot.index)
 
     def beyond(self, dot: Dot) -> tuple[Specs, Specs, Specs]:
@@ -139,6 +128,8 @@ class _Step:
             if asked.style == "plain":
                 return asked, "as chosen"
             return variant_of(ring.kind, chunk, asked)
+        if ring.written:
+            return variant_of(ring.kind, chunk, Variant())
         usual, _ = variant_of(ring.kind, chunk, _usual(ring, self.terms.costs))
         others = functools.partial(self._others_s, body, ring)
         return prices.chosen(ring, usual, others) if prices else (usual, "")
@@ -164,47 +155,6 @@ class _Step:
         return matmul_of(self.matmuls[index], self._shardings[index], self.terms.axis_sizes)
 
 
-def refusal(dot: Dot, requests: Requests) -> Reason | None:
-    """Return why a matmul is skipped before its sharding is considered, or None."""
-    if (asked := requests.refusal(names_of(dot))) is not None:
-        return asked
-    unfit = why_unfit(dot)
-    return Reason("no ring", unfit) if unfit else None
-
-
-def _typed_otherwise(dot: Dot, explicit: Sequence[str]) -> Reason | None:
-    """Return why a matmul whose types state other axes than the mesh is skipped, or None."""
-    stated = compat.stated_axes(dot.eqn)
-    if stated is None or set(stated) == set(explicit):
-        return None
-    here, there = (", ".join(axes) or "no axis" for axes in (stated, explicit))
-    return Reason(
-        "no ring",
-        f"its types state shardings over {here}, the step's mesh over {there}: no ring is written "
-        "inside explicit_axes or auto_axes",
-    )
-
-
-def why_unfit(dot: Dot) -> str | None:
-    """Return why the sharding algebra cannot take a matmul, or None if it can."""
-    if dot.eqn.primitive.name != "dot_general":
-        return f"{dot.eqn.primitive.name}: no ring for that"
-    if dot.inside:
-        return f"inside {dot.inside}, whose body is not rewritten"
-    if num_dims(dot) > len(LETTERS):
-        return f"its operands have {num_dims(dot)} dims: more than letters ({len(LETTERS)})"
-    if any(v.aval.size == 0 for v in (*dot.eqn.invars, *dot.eqn.outvars)):
-        return "it has a dim of size 0"
-    dtypes = [np.dtype(v.aval.dtype).name for v in (*dot.eqn.invars, dot.eqn.outvars[0])]
-    for dtype in dtypes:
-        if dtype not in _DTYPES:
-            return f"dtype {dtype} is not supported (supported: {', '.join(_DTYPES)})"
-    *operands, result = (np.dtype(name).kind for name in dtypes)
-    if result in "iu" and not {*operands} <= {"i", "u"}:
-        return f"{dtypes[0]} operands give {dtypes[2]}: the sums of chunks would be rounded"
-    return None
-
-
 def _usual(ring: Ring, costs: Mapping[str, float]) -> Variant:
     """Return the default variant: sums on a slow link go straight to their owner.
 
@@ -214,46 +164,51 @@ def _usual(ring: Ring, costs: Mapping[str, float]) -> Variant:
     return Variant("direct" if slow and ring.kind == "reduce_scatter" else "one_way")
 
 
-def variant_of(kind: Kind, chunk: int, wanted: Variant) -> tuple[Variant, str]:
-    """Return the variant that fits a ring's chunk size, and why it is not the wanted one."""
-    if chunk % wanted.slices:
-        style = "one_way" if wanted.style == "sliced" else wanted.style
-        why = f"in one piece: a chunk of {chunk} rows does not divide by {wanted.slices}"
-        return variant_of(kind, chunk, Variant(style))[0], why
-    if kind == "all_to_all" and wanted.style in ("one_way", "two_way"):
-        return Variant("direct", wanted.slices), ""  # each slice has a device of its own to go to
-    return wanted, ""
-
-
 # -- what explain() shows -------------------------------------------------------------------------
 
 
 def decisions(sharing: Sharing) -> dict[int, Decision]:
     """Return the entries of the matmuls of a body that are rewritten, by their number."""
-    entries = {m.dot.index: _decision(ring, m) for ring in sharing.rings for m in ring.members}
+    entries = {
+        m.dot.index: _decision(sharing, ring, m) for ring in sharing.rings for m in ring.members
+    }
     entries |= {m.dot.index: _reads(m, sharing) for m in sharing.readers}
+    for dot, ring in sharing.late:
+        moved = f"ring {ring.site}"
+        entries[dot.index] = reader_entry(
+            dot, ring=ring.site, axis=ring.axis, kind=ring.kind, moved=moved
+        )
     _charge_hoists(entries, sharing)
     return entries
 
 
-def _decision(ring: Ring, member: Member) -> Decision:
+def _decision(sharing: Sharing, ring: Ring, member: Member) -> Decision:
     """Make the entry of a matmul of a ring; that of the first one carries the ring's bytes."""
-    layout, leads = member.layout, member is ring.members[0]
-    assert layout is not None
+    layout, dot, leads = member.ring_layout, member.dot, member is ring.members[0]
     sent = traffic(layout)
-    mine = sent[layout.ring.axis]
+    mine = ring.written.bytes_moved if ring.written else sent[ring.axis]
     shown = [s for s in layout.others if leads or ring.arrives]
     others = [f"{s.axis} {s.motion.kind}, {human_bytes(sent[s.axis])}" for s in shown if s.motion]
     why = ""
     if layout.others or member.hoists:
         why = f"{human_bytes(mine)} a run" + (", the most" if mine == max(sent.values()) else "")
-    return ring_entry(
-        ring,
-        member.dot,
+    slices = ring.variant.slices
+    said = (why, ring.why) if leads else (f"shares ring {ring.site}",)
+    return Decision(
+        site=dot.index,
+        ring=ring.site,
+        variant=ring.variant,
+        source=source_of(dot),
+        module=module_of(dot),
+        einsum=letters_of(dot),
+        kind=RING_PASSES[ring.kind],
+        axis=ring.axis,
         letter=layout.letter,
-        bytes_moved=mine,
-        others=others,
-        why=why,
+        num_chunks=slices if ring.variant.style == "sliced" else slices * ring.axis_size,
+        bytes_moved=mine * dot.runs if leads else 0,
+        runs=dot.runs,
+        others=(*others, *sharing.left.get(dot.index, ())),
+        why=", ".join(filter(None, said)),
     )
 
 

@@ -2,51 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from typing import Any, Protocol
+from collections.abc import Sequence
+from typing import Any
 
 from jaxoverlap._jax import compat
 from jaxoverlap._util.text import short_source
 from jaxoverlap.passes.analysis.einsum import LETTERS, einsum_of
 from jaxoverlap.passes.analysis.jaxprs import Dot
 from jaxoverlap.plan.collectives import RING_PASSES, Kind
-from jaxoverlap.plan.decisions import Decision, Reason, Skip, Variant
-
-
-class AnyRing(Protocol):
-    """A ring: between matmuls and a collective that XLA would make, or one that the user wrote.
-
-    Attributes:
-        site: the id of the first matmul, which names the ring.
-        kind: the collective that the ring carries out.
-        axis: its mesh axis.
-        axis_size: the devices along that axis.
-        variant: how the pieces travel.
-        why: the reason if they do not travel as requested.
-    """
-
-    variant: Variant
-    why: str
-
-    @property
-    def site(self) -> int:
-        """The number of the first matmul."""
-        ...
-
-    @property
-    def kind(self) -> Kind:
-        """The collective."""
-        ...
-
-    @property
-    def axis(self) -> str:
-        """The mesh axis."""
-        ...
-
-    @property
-    def axis_size(self) -> int:
-        """The devices along the axis."""
-        ...
+from jaxoverlap.plan.decisions import Decision, Reason, Skip
 
 
 def source_of(dot: Dot) -> str:
@@ -93,46 +57,6 @@ def skip_of(dot: Dot, why: Reason) -> Skip:
         einsum=letters_of(dot),
         runs=dot.runs,
         why=why,
-    )
-
-
-def ring_entry(
-    ring: AnyRing,
-    dot: Dot,
-    *,
-    letter: str,
-    bytes_moved: int,
-    others: Iterable[str] = (),
-    why: str = "",
-) -> Decision:
-    """Make the entry of a matmul with a ring; the first one of a ring carries its bytes.
-
-    Args:
-        ring: the ring.
-        dot: the matmul.
-        letter: the dim that is split into chunks.
-        bytes_moved: bytes that each device sends in one run of the ring.
-        others: collectives of this matmul that stay XLA's.
-        why: the reason for this axis, if the matmul is the first.
-    """
-    leads = dot.index == ring.site
-    slices = ring.variant.slices
-    said = (why, ring.why) if leads else (f"shares ring {ring.site}",)
-    return Decision(
-        site=dot.index,
-        ring=ring.site,
-        variant=ring.variant,
-        source=source_of(dot),
-        module=module_of(dot),
-        einsum=letters_of(dot),
-        kind=RING_PASSES[ring.kind],
-        axis=ring.axis,
-        letter=letter,
-        num_chunks=slices if ring.variant.style == "sliced" else slices * ring.axis_size,
-        bytes_moved=bytes_moved * dot.runs if leads else 0,
-        runs=dot.runs,
-        others=tuple(others),
-        why=", ".join(filter(None, said)),
     )
 
 

@@ -44,6 +44,17 @@ class Layout:
     rhs: Spec
     out: Spec
 
+    @property
+    def motion(self) -> Motion:
+        """The collective that the ring carries out."""
+        assert self.ring.motion is not None
+        return self.ring.motion
+
+    @property
+    def other(self) -> Side:
+        """The operand that does not move, where the other one does."""
+        return "rhs" if self.motion.side == "lhs" else "lhs"
+
     def spec(self, side: Side) -> Spec:
         """Return the shard_map's spec of one side."""
         return {"lhs": self.lhs, "rhs": self.rhs, "out": self.out}[side]
@@ -66,12 +77,10 @@ class Layout:
 
     def chunk(self) -> int:
         """Return the number of adjacent elements of the moving dim in one chunk on one device."""
-        motion, n = self.ring.motion, self.ring.axis_size
-        assert motion is not None
-        axis, letter = self.ring.axis, self.letter
-        held = math.prod(self.matmul.axis_sizes[a] for a in self.held(motion.side, letter, axis))
+        side, axis, letter = self.motion.side, self.ring.axis, self.letter
+        held = math.prod(self.matmul.axis_sizes[a] for a in self.held(side, letter, axis))
         local = self.matmul.einsum.sizes[letter] // held
-        return local // n // self.outer(motion.side, letter, axis)
+        return local // self.ring.axis_size // self.outer(side, letter, axis)
 
     def held(self, side: Side, letter: str, axis: str) -> list[str]:
         """Return the axes that shard a dim of one side at the time when `axis` moves."""

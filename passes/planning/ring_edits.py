@@ -8,6 +8,7 @@ a collective on the ring's axis, its chunks divide, and no equation has to wait 
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, Literal
 
@@ -17,8 +18,10 @@ from jaxoverlap.passes.analysis.jaxprs import Body, Dot
 from jaxoverlap.passes.analysis.partitioned import Shardings
 from jaxoverlap.passes.analysis.reshards import End, Reshards
 from jaxoverlap.passes.edited import misfit
-from jaxoverlap.passes.planning.decide import matmul_of, variant_of, why_unfit
 from jaxoverlap.passes.planning.layout import Layout, lay_out
+from jaxoverlap.passes.planning.manual.find import possible_rings
+from jaxoverlap.passes.planning.manual.share import keep, place, started
+from jaxoverlap.passes.planning.matmuls import matmul_of, variant_of, why_unfit
 from jaxoverlap.passes.planning.ring_plan import Hoist, Member, Ring, Sharing, Value
 from jaxoverlap.passes.planning.share import alike, sum_of
 from jaxoverlap.passes.planning.splits import ShardedMatmul, Split
@@ -30,12 +33,16 @@ RingEdit = MakeRing | ReadGathered
 def edits_of(sharing: Sharing) -> Iterator[RingEdit]:
     """Yield the edits that make the rings of a body."""
     for ring in sharing.rings:
+        matmuls = [_edited(member, sharing) for member in ring.members]
+        if ring.written:  # the collective says how values are sharded
+            matmuls = [EditedMatmul(site=matmul.site) for matmul in matmuls]
         yield MakeRing(
             kind=ring.kind,
             axis=ring.axis,
             variant=ring.variant,
-            matmuls=tuple(_edited(member, sharing) for member in ring.members),
-            keep=ring.keep,
+            matmuls=tuple(matmuls),
+            keep=ring.keep and not ring.written,
+            written=ring.written and ring.written.position,
         )
     for member in sharing.readers:
         given = (ring for v in (member.lhs, member.rhs) for ring in sharing.arriving(v))
@@ -83,7 +90,36 @@ def placed(body: Body, edits: Iterable[RingEdit], axis_sizes: Mapping[str, int])
     Raises:
         UserError: if an edit does not fit the body.
     """
-    return _Placing(body, axis_sizes).sharing(edits)
+    edits = list(edits)
+    written = [e for e in edits if isinstance(e, MakeRing) and e.written is not None]
+    if not written:
+        return _Placing(body, axis_sizes).sharing(edits)
+    if len(written) < len(edits) or body.dots[0].manual is None:
+        raise misfit(written[0], "it names a collective of the user's outside of a shard_map")
+    return _placed_written(body, written)
+
+
+def _placed_written(body: Body, edits: Iterable[MakeRing]) -> Sharing:
+    sharing, found = started(body)
+    possible = list(possible_rings(found))
+    for edit in edits:
+        named = {matmul.site for matmul in edit.matmuls}
+        for ring in possible:
+            members = [member for member in ring.members if member.dot.index in named]
+            assert ring.written is not None
+            if ring.written.position == edit.written and len(members) == len(named):
+                break
+        else:
+            raise misfit(edit, "no collective of the user's is there beside these matmuls")
+        if (ring.kind, ring.axis) != (edit.kind, edit.axis):
+            raise misfit(edit, f"the collective there is {ring.kind} over {ring.axis}")
+        check_variant(edit, ring.first.chunk())
+        ring = dataclasses.replace(ring, members=members, variant=edit.variant)
+        if place(sharing, ring, ()) is None:
+            raise misfit(edit, "one of them waits for another")
+    for ring in filter(lambda ring: ring.arrives, sharing.rings):
+        keep(found, ring)
+    return sharing
 
 
 class _Placing:

@@ -1,16 +1,21 @@
-"""A plan lists the rings of a body, their matmuls, and the values that they read."""
+"""The rings of a body, their matmuls, and the values that they read.
+
+A ring is the same for a collective that XLA would make and for one that a user wrote in a
+`shard_map`; `Ring.written` has the latter.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from jaxoverlap.passes.analysis.einsum import Side, Spec
 from jaxoverlap.passes.analysis.equation_order import EquationOrder
-from jaxoverlap.passes.analysis.jaxprs import Dot
+from jaxoverlap.passes.analysis.jaxprs import Body, Dot, Manual
 from jaxoverlap.passes.analysis.reshards import End
 from jaxoverlap.passes.planning.layout import Layout
+from jaxoverlap.passes.planning.manual.collective import WrittenCollective
 from jaxoverlap.passes.planning.splits import ShardedMatmul
 from jaxoverlap.plan.collectives import Kind
 from jaxoverlap.plan.decisions import Reason, Variant
@@ -60,6 +65,8 @@ class Member:
         layout: its layout as a ring; None if nothing moves any more, as others gathered it.
         hoists: the gathers that come before it, also those shared with others.
         end: its own result, or the value that this is resharded to.
+        views: the equations between the matmul and a collective that the user wrote, in order; they
+            are done chunk by chunk.
     """
 
     dot: Dot
@@ -68,12 +75,18 @@ class Member:
     layout: Layout | None
     hoists: tuple[Hoist, ...] = ()
     end: End = End(None)  # noqa: RUF009, it is a tuple
+    views: tuple[Any, ...] = ()
+
+    @property
+    def ring_layout(self) -> Layout:
+        """The layout of a matmul that is in a ring."""
+        assert self.layout is not None
+        return self.layout
 
     @property
     def matmul(self) -> ShardedMatmul:
         """The matmul and its shardings, as the ring's layout has them."""
-        assert self.layout is not None
-        return self.layout.matmul
+        return self.ring_layout.matmul
 
     def value(self, side: Side) -> Value:
         """Return one operand."""
@@ -87,9 +100,13 @@ class Ring:
     Attributes:
         members: the matmuls; the first names the ring.
         keep: whether the ring also returns the full gathered value, for matmuls that come later.
-        total: the variable of the sum of all results, where several are added up.
+        total: the variable of the sum of all results, where several are added up, or of the result
+            of the user's collective.
         variant: how the pieces travel.
         why: the reason if they do not travel as requested.
+        written: the user's collective that the ring carries out; None for one that XLA would make.
+        between: of a written one, the indices of the equations between it and the matmuls.
+        again: those of `between` that others read: they are done behind the ring too.
     """
 
     members: list[Member]
@@ -97,13 +114,14 @@ class Ring:
     total: Any = None
     variant: Variant = Variant()  # noqa: RUF009, it is frozen
     why: str = ""
+    written: WrittenCollective | None = None
+    between: frozenset[int] = frozenset()
+    again: tuple[int, ...] = ()
 
     @property
     def first(self) -> Layout:
         """The layout of the first matmul: kind and axis of the ring are the same for all."""
-        layout = self.members[0].layout
-        assert layout is not None
-        return layout
+        return self.members[0].ring_layout
 
     @property
     def site(self) -> int:
@@ -118,8 +136,7 @@ class Ring:
     @property
     def kind(self) -> Kind:
         """The kind of collective that the ring decomposes."""
-        assert self.first.ring.motion is not None
-        return self.first.ring.motion.kind
+        return self.first.motion.kind
 
     @property
     def axis(self) -> str:
@@ -134,8 +151,7 @@ class Ring:
     @property
     def side(self) -> Side:
         """The side that moves, seen from the first matmul."""
-        assert self.first.ring.motion is not None
-        return self.first.ring.motion.side
+        return self.first.motion.side
 
     @property
     def dim(self) -> int:
@@ -150,13 +166,13 @@ class Ring:
     @property
     def whole(self) -> Value:
         """The gathered or exchanged value, as it has arrived."""
-        return self.shard.moved(self.first.ring.axis, self.dim, self.other_dim)
+        return self.shard.moved(self.axis, self.dim, self.other_dim)
 
     @property
     def other_dim(self) -> int | None:
         """The other dim of an exchange: sharded then, of an operand; gathered, of a result."""
-        motion = self.first.ring.motion
-        if motion is None or motion.to is None:
+        motion = self.first.motion
+        if motion.to is None:
             return None
         letter = motion.to if motion.side != "out" else motion.letter
         return self.first.matmul.einsum.side(self.side).index(letter)
@@ -165,6 +181,18 @@ class Ring:
     def arrives(self) -> bool:
         """Return whether an operand moves, and not results."""
         return self.side != "out"
+
+    @property
+    def reads(self) -> list[tuple[Member, Side]]:
+        """The operands in its function's order: what moves once, then each matmul's others."""
+        if not self.arrives:
+            return [(member, side) for member in self.members for side in ("lhs", "rhs")]
+        return [(self.members[0], self.side), *((m, m.ring_layout.other) for m in self.members)]
+
+    @property
+    def results(self) -> list[Any]:
+        """The variables that it computes: each matmul's result, or the sum of all."""
+        return [m.end.var for m in self.members] if self.total is None else [self.total]
 
     def can_keep(self) -> bool:
         """Return whether the step can read the full gathered value as another result of the ring.
@@ -190,6 +218,9 @@ class Sharing:
         costs: the cost of a byte along each mesh axis, in any unit; 1 by default.
         read: the variables that placed matmuls read.
         absorbed: the variables that are gone, as a ring gives what they are resharded to.
+        manual: the user's shard_maps around the body, where its rings are of written collectives.
+        late: there, the matmuls that read what a ring gathered, each with the ring; they stay.
+        left: there, the collectives next to a matmul that stay, by the matmul's id.
     """
 
     order: EquationOrder
@@ -200,6 +231,9 @@ class Sharing:
     costs: Mapping[str, float] = field(default_factory=dict)
     read: set[Any] = field(default_factory=set)
     absorbed: set[Any] = field(default_factory=set)
+    manual: Manual | None = None
+    late: list[tuple[Dot, Ring]] = field(default_factory=list)
+    left: dict[int, list[str]] = field(default_factory=dict)
     _arriving: dict[Value, list[Ring]] = field(default_factory=dict)
 
     def add(self, ring: Ring) -> None:
@@ -207,6 +241,13 @@ class Sharing:
         self.rings.append(ring)
         if ring.arrives:
             self._arriving.setdefault(ring.whole, []).append(ring)
+
+    def in_order(self, body: Body) -> Iterator[Ring | Member | int]:
+        """Yield what the body computes in order: rings, readers, and indices of other equations."""
+        made: dict[int, Ring | Member] = {m.dot.position: m for m in self.readers}
+        made |= {self.order.first(ring.position): ring for ring in self.rings}
+        for position in self.order.positions():
+            yield made.get(position, position)
 
     def arriving(self, whole: Value) -> Sequence[Ring]:
         """Return the rings that gather a value."""

@@ -27,8 +27,6 @@ from jaxoverlap.passes.analysis.errors import RewriteError, could_not_rewrite
 from jaxoverlap.passes.analysis.jaxprs import Body, bodies, map_bodies
 from jaxoverlap.passes.analysis.mesh import automatic, explicit_axes, partition_spec
 from jaxoverlap.passes.edited import EditedStep, check_sites, misfit
-from jaxoverlap.passes.manual.decide import ManualSharing, manual_decisions, placed_manual
-from jaxoverlap.passes.manual.rewrite import manual_rings
 from jaxoverlap.passes.planning.decide import decisions
 from jaxoverlap.passes.planning.entries import source_of
 from jaxoverlap.passes.planning.ring_edits import RingEdit, placed
@@ -38,6 +36,7 @@ from jaxoverlap.passes.rewriting.ring_functions import (
     likeness,
     only,
     operands_of,
+    ring_body,
     ringed,
     scope,
 )
@@ -56,23 +55,23 @@ class Rings:
             holds of it.
     """
 
-    sharings: Mapping[int, Sharing | ManualSharing]
+    sharings: Mapping[int, Sharing]
     gathered: Mapping[Any, int]
 
     @property
     def automatic(self) -> tuple[Ring, ...]:
         """The rings of all collectives but those that the user wrote in a shard_map."""
-        every = (s.rings for s in self.sharings.values() if isinstance(s, Sharing))
-        return tuple(ring for rings in every for ring in rings)
+        every = (ring for sharing in self.sharings.values() for ring in sharing.rings)
+        return tuple(ring for ring in every if ring.written is None)
 
     @property
     def decisions(self) -> dict[int, Decision]:
         """The plan's `Decision` of each rewritten matmul, by the number of the matmul."""
-        found: dict[int, Decision] = {}
-        for sharing in self.sharings.values():
-            manual = isinstance(sharing, ManualSharing)
-            found |= manual_decisions(sharing) if manual else decisions(sharing)
-        return found
+        return {
+            site: entry
+            for sharing in self.sharings.values()
+            for site, entry in decisions(sharing).items()
+        }
 
 
 def run(step: EditedStep, edits: Sequence[RingEdit]) -> EditedStep:
@@ -84,30 +83,17 @@ def run(step: EditedStep, edits: Sequence[RingEdit]) -> EditedStep:
                 raise misfit(edit, f"matmul {matmul.site} is in another ring too")
     every, sizes = bodies(step.jaxpr), dict(step.mesh.shape)
     check_sites({dot.index for body in every for dot in body.dots}, named.items())
-    sharings: dict[int, Sharing | ManualSharing] = {}
+    sharings: dict[int, Sharing] = {}
     for body in every:
         here = list({id(e): e for dot in body.dots if (e := named.get(dot.index))}.values())
         if here:
-            sharings[body.index] = _placed(body, here, sizes)
+            sharings[body.index] = placed(body, here, sizes)
     with without_ties(many_processes_of_cpus(step.mesh.devices.flat)):
         jaxpr, gathered = rewrite(step.jaxpr, sharings, step.mesh)
     return step.to(jaxpr, {MakeRing: Rings(sharings, gathered)})
 
 
-def _placed(
-    body: Body, edits: Sequence[RingEdit], sizes: Mapping[str, int]
-) -> Sharing | ManualSharing:
-    written = [e for e in edits if isinstance(e, MakeRing) and e.written is not None]
-    if not written:
-        return placed(body, edits, sizes)
-    if len(written) < len(edits) or body.dots[0].manual is None:
-        raise misfit(written[0], "it names a collective of the user's outside of a shard_map")
-    return placed_manual(body, written)
-
-
-def rewrite(
-    jaxpr: Any, sharings: Mapping[int, Sharing | ManualSharing], mesh: Mesh
-) -> tuple[Any, dict[Any, int]]:
+def rewrite(jaxpr: Any, sharings: Mapping[int, Sharing], mesh: Mesh) -> tuple[Any, dict[Any, int]]:
     """Replace a jaxpr's matmuls by rings, as decided for each body (by its number).
 
     Returns:
@@ -121,8 +107,6 @@ def rewrite(
 
     def visit(body: Body) -> list[Any] | None:
         sharing = sharings.get(body.index)
-        if isinstance(sharing, ManualSharing):
-            return manual_rings(body, sharing, dot_on(mesh)) if sharing.rings else None
         if sharing is None or not (sharing.rings or sharing.readers):
             return None
         rewritten = _Rewritten(body, sharing, mesh)
@@ -146,16 +130,13 @@ class _Rewritten:
         self.new: list[Any] = []
 
     def eqns(self) -> list[Any]:
-        order = self.sharing.order
-        rings = {order.first(ring.position): ring for ring in self.sharing.rings}
-        readers = {member.dot.position: member for member in self.sharing.readers}
-        for position in order.positions():
-            if position in rings:
-                self.ring(rings[position])
-            elif position in readers:
-                self.reader(readers[position])
+        for step in self.sharing.in_order(self.body):
+            if isinstance(step, Ring):
+                self.ring(step)
+            elif isinstance(step, Member):
+                self.reader(step)
             else:
-                self.new.append(self.body.eqns[position])
+                self.new.append(self.body.eqns[step])
         return self.new
 
     def atom(self, value: Value, like: Any) -> Any:
@@ -206,15 +187,30 @@ class _Rewritten:
         eqn = ring.members[0].dot.eqn
         try:
             operands = [self.atom(value, eqn) for value, _ in operands_of(ring)]
-            total = ring.total
-            results = [m.end.var for m in ring.members] if total is None else [total]
-            if ring.keep:
-                self.made[ring.whole] = self.moved(ring.whole)
-                results.append(self.made[ring.whole])
-            fn = ringed(ring, self.mesh, self.dot)
-            self.emit(fn, operands, results, eqn, likeness(ring), scope(ring))
+            results = [*ring.results, *([self.kept(ring)] if ring.keep else [])]
+            if ring.written:
+                self.written(ring, operands, results)
+            else:
+                fn = ringed(ring, self.mesh, self.dot)
+                self.emit(fn, operands, results, eqn, likeness(ring), scope(ring))
         except Exception as error:
             raise _failed(ring, error) from error
+
+    def kept(self, ring: Ring) -> Any:
+        """Return the variable of the gathered value that a ring returns too."""
+        if ring.written:
+            return ring.written.eqn.outvars[0]
+        self.made[ring.whole] = self.moved(ring.whole)
+        return self.made[ring.whole]
+
+    def written(self, ring: Ring, operands: Sequence[Any], results: Sequence[Any]) -> None:
+        """Emit the ring of a collective that the user wrote, whose axis is manual in the body."""
+        manual = self.sharing.manual
+        assert manual is not None
+        fn, eqn = ring_body(ring, self.dot, invarying=manual.checked), ring.members[0].dot.eqn
+        with compat.in_shard_maps(manual.maps):
+            self.new += inlining.inline(fn, operands, results, eqn, scope=scope(ring))
+        self.new += [self.body.eqns[again] for again in ring.again]
 
 
 def _local_bytes(value: Value, mesh: Mesh) -> int:
@@ -226,6 +222,8 @@ def _local_bytes(value: Value, mesh: Mesh) -> int:
 def _failed(ring: Ring, error: Exception) -> RewriteError:
     dots = [member.dot for member in ring.members]
     what = f"({ring.first.matmul.einsum}, {dots[0].eqn})"
+    if ring.written:
+        what = f"beside {ring.written.eqn}"
     return could_not_rewrite([dot.index for dot in dots], what, map(source_of, dots), error)
 
 

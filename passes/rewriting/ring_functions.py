@@ -1,10 +1,10 @@
-"""Make the function of a ring: the shard_map that replaces its matmuls."""
+"""Make the function of a ring: what each device does, and the shard_map that replaces matmuls."""
 
 from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Collection, Hashable
+from collections.abc import Callable, Collection, Hashable, Sequence
 from typing import Any
 
 import jax
@@ -14,12 +14,12 @@ from jax.sharding import AbstractMesh, Mesh
 
 from jaxoverlap.passes.analysis.einsum import Side, Spec
 from jaxoverlap.passes.analysis.mesh import is_cpu, partition_spec
-from jaxoverlap.passes.manual.find import ManualSite
+from jaxoverlap.passes.analysis.reshards import End
 from jaxoverlap.passes.planning.layout import Layout
 from jaxoverlap.passes.planning.ring_plan import Member, Ring, Value
 from jaxoverlap.passes.planning.splits import Split
 from jaxoverlap.passes.rings import chunks
-from jaxoverlap.passes.rings.all_gather_matmul import Reader, wide
+from jaxoverlap.passes.rings.all_gather_matmul import LocalDot, Reader, wide
 from jaxoverlap.passes.rings.by_kind import Along, Dim, operand_ring, result_ring
 from jaxoverlap.passes.rings.chunks import Chunking
 from jaxoverlap.passes.rings.matmul_reduce_scatter import Term
@@ -39,7 +39,7 @@ def ringed(ring: Ring, mesh: Mesh | AbstractMesh, dot: _Dot) -> Callable[..., An
         mesh: the mesh of its shard_map.
         dot: multiplies chunks, from `dot_on`.
     """
-    layouts = [_layout(m) for m in ring.members]
+    layouts = [m.ring_layout for m in ring.members]
     out_specs = [layout.out for layout in layouts] if ring.arrives else [ring.first.out]
     if ring.keep:
         shard = Value(None, ring.first.spec(ring.side))
@@ -60,9 +60,17 @@ def ringed(ring: Ring, mesh: Mesh | AbstractMesh, dot: _Dot) -> Callable[..., An
     return fn
 
 
-def ring_body(ring: Ring, dot: _Dot) -> Callable[..., list[Array]]:
-    """Make what one device does of a ring, on its parts of what `operands_of` lists."""
-    return functools.partial(_arriving if ring.arrives else _leaving, ring, dot)
+def ring_body(ring: Ring, dot: _Dot, *, invarying: bool = False) -> Callable[..., list[Array]]:
+    """Make what one device does of a ring, on its parts of what `operands_of` lists.
+
+    Args:
+        ring: the ring.
+        dot: multiplies chunks, from `dot_on`.
+        invarying: whether the type of an all-reduce says that it is alike on all devices.
+    """
+    if ring.arrives:
+        return functools.partial(_arriving, ring, dot)
+    return functools.partial(_leaving, ring, dot, invarying)
 
 
 def likeness(ring: Ring) -> Hashable:
@@ -83,41 +91,20 @@ def likeness(ring: Ring) -> Hashable:
     return ring.keep, ring.variant, ring.total is None, members
 
 
-def _layout(member: Member) -> Layout:
-    assert member.layout is not None
-    return member.layout
-
-
 def operands_of(ring: Ring) -> list[tuple[Value, Spec]]:
     """List a ring's operands and specs: the gathered value once, then each matmul's others."""
-    if not ring.arrives:
-        both = [((m.lhs, _layout(m).lhs), (m.rhs, _layout(m).rhs)) for m in ring.members]
-        return [operand for pair in both for operand in pair]
-    shard = (ring.shard, ring.first.spec(ring.side))
-    return [shard, *map(_other_operand, ring.members)]
-
-
-def _other_operand(member: Member) -> tuple[Value, Spec]:
-    side = _other(_layout(member))
-    return member.value(side), _layout(member).spec(side)
-
-
-def _other(layout: Layout) -> Side:
-    """Return the operand that is not gathered."""
-    assert layout.ring.motion is not None
-    return "rhs" if layout.ring.motion.side == "lhs" else "lhs"
+    return [(member.value(side), member.ring_layout.spec(side)) for member, side in ring.reads]
 
 
 def _arriving(ring: Ring, dot: _Dot, shard: Array, *others: Array) -> list[Array]:
     """Run the body of a ring that moves an operand."""
-    layouts = [_layout(m) for m in ring.members]
+    layouts = [m.ring_layout for m in ring.members]
     layout, axis = ring.first, ring.first.ring.axis
     shard = _gather_others(shard, ring.side, layout)
     gathered, split = Dim(ring.dim, layout.outer(ring.side, layout.letter, axis)), None
     if ring.kind == "all_to_all":
-        assert layout.ring.motion is not None and layout.ring.motion.to is not None
-        assert ring.other_dim is not None
-        split = Dim(ring.other_dim, layout.outer(ring.side, layout.ring.motion.to, axis))
+        assert layout.motion.to is not None and ring.other_dim is not None
+        split = Dim(ring.other_dim, layout.outer(ring.side, layout.motion.to, axis))
     readers = [_reader(m, dot, other) for m, other in zip(ring.members, others, strict=True)]
     results = operand_ring(
         ring.kind, shard, readers, _along(ring), gathered=gathered, split=split, keep=ring.keep
@@ -131,49 +118,50 @@ def _along(ring: Ring) -> Along:
 
 
 def _reader(member: Member, dot: _Dot, other: Array) -> Reader:
-    layout = _layout(member)
-    side, axis = _other(layout), layout.ring.axis
+    layout = member.ring_layout
+    side, axis = layout.other, layout.ring.axis
     return Reader(
         _gather_others(other, side, layout),
         layout.matmul.einsum,
         "lhs" if side == "rhs" else "rhs",
-        functools.partial(dot, member),
+        _product(member, dot),
         member.dot.eqn.outvars[0].aval.dtype,
         other_outer=layout.outer(side, layout.letter, axis),
         out_outer=layout.outer("out", layout.letter, axis),
     )
 
 
-def _leaving(ring: Ring, dot: _Dot, *operands: Array) -> list[Array]:
+def _leaving(ring: Ring, dot: _Dot, invarying: bool, *operands: Array) -> list[Array]:
     """Run the body of a ring that moves a result, or the sum of several."""
     layout, axis = ring.first, ring.first.ring.axis
     pairs = zip(operands[::2], operands[1::2], strict=True)
     terms = [_term(m, dot, lhs, rhs) for m, (lhs, rhs) in zip(ring.members, pairs, strict=True)]
-    alike = len({_shape(term, m) for term, m in zip(terms, ring.members, strict=True)}) == 1
-    if alike and _contracted(terms[0]):  # else there is no dim to join them along
-        terms = [_side_by_side(terms)]
+    if ring.written is None:
+        terms = _side_by_side(terms, ring.members)
     gathered = None
     if ring.kind == "all_to_all":
-        assert layout.ring.motion is not None and ring.other_dim is not None
-        gathered = Dim(ring.other_dim, layout.outer("out", layout.ring.motion.letter, axis))
+        assert ring.other_dim is not None
+        gathered = Dim(ring.other_dim, layout.outer("out", layout.motion.letter, axis))
+    end = ring.members[0].dot.eqn.outvars[0] if ring.total is None else ring.total
     total = result_ring(
         ring.kind,
         terms,
         _along(ring),
-        dtype=ring.members[0].dot.eqn.outvars[0].aval.dtype,
+        dtype=end.aval.dtype,
         split=Dim(ring.dim, layout.outer("out", layout.letter, axis)),
         gathered=gathered,
+        invarying=invarying,
     )
     return [_reduce_others(total, layout)]
 
 
 def _term(member: Member, dot: _Dot, lhs: Array, rhs: Array) -> Term:
-    layout = _layout(member)
+    layout = member.ring_layout
     return Term(
         _gather_others(lhs, "lhs", layout),
         _gather_others(rhs, "rhs", layout),
         layout.matmul.einsum,
-        functools.partial(dot, member),
+        _product(member, dot),
         lhs_outer=layout.outer("lhs", layout.letter, layout.ring.axis),
         rhs_outer=layout.outer("rhs", layout.letter, layout.ring.axis),
     )
@@ -197,19 +185,36 @@ def _contracted(term: Term) -> list[str]:
     return [c for c in term.einsum.lhs if c not in term.einsum.out]
 
 
-def _side_by_side(terms: list[Term]) -> Term:
-    """Join matmuls whose results are added into one, over all that they contract.
+def _side_by_side(terms: list[Term], members: Sequence[Member]) -> list[Term]:
+    """Join matmuls whose results are added into one, over all that they contract, if that fits.
 
     XLA would put all but the last of several matmuls before their hop: one cannot be split so.
     """
-    if len(terms) == 1:
-        return terms[0]
+    alike = len({_shape(term, m) for term, m in zip(terms, members, strict=True)}) == 1
+    if len(terms) == 1 or not alike or not _contracted(terms[0]):  # no dim to join them along
+        return terms
     first, letter = terms[0], _contracted(terms[0])[0]
     lhs, rhs = (
         lax.concatenate([getattr(t, side) for t in terms], first.einsum.side(side).index(letter))
         for side in ("lhs", "rhs")
     )
-    return dataclasses.replace(first, lhs=lhs, rhs=rhs)
+    return [dataclasses.replace(first, lhs=lhs, rhs=rhs)]
+
+
+def _product(member: Member, dot: _Dot) -> LocalDot:
+    """Make the function that multiplies one chunk, with the views between it and what moves."""
+    if not member.views:
+        return functools.partial(dot, member)
+    side, own = member.ring_layout.motion.side, member.dot.eqn.outvars[0].aval.dtype
+    seen = End(None, views=member.views).seen
+
+    def product(lhs: Array, rhs: Array, dtype: Any) -> Array:
+        lhs, rhs = seen(lhs) if side == "lhs" else lhs, seen(rhs) if side == "rhs" else rhs
+        wider = dtype if jnp.finfo(dtype).bits > jnp.finfo(own).bits else own
+        result = dot(member, lhs, rhs, wider)
+        return (seen(result) if side == "out" else result).astype(dtype)
+
+    return product
 
 
 _Dot = Callable[..., Array]
@@ -222,7 +227,7 @@ def dot_on(mesh: Mesh) -> _Dot:
     # in some of chunks' sizes adds up in 16 bits.
     widens = is_cpu(mesh)
 
-    def dot(member: Member | ManualSite, lhs: Array, rhs: Array, dtype: Any) -> Array:
+    def dot(member: Member, lhs: Array, rhs: Array, dtype: Any) -> Array:
         params = member.dot.eqn.params
         if widens:
             inside = wide(dtype)

@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -68,62 +68,21 @@ class Decided:
     sums: Mapping[int, Point] = field(default_factory=dict)
 
 
-Decide = Callable[[SpmdProgram], Decided]
-Cost = Callable[[Decided], float]
-
-
-def scatter_sums(
-    first: Decided, scattered: Callable[[Mapping[int, Point]], Decided], cost: Cost
-) -> Decided:
-    """Choose the better of the decisions for a step, and of those with its sums scattered.
+def explained(scattered: Decided, first: Decided) -> Decided | None:
+    """Add to the entries why there are scatters and gathers that the step does not ask for.
 
     Args:
+        scattered: the decisions for the step with some of its sums scattered.
         first: the decisions for the step as it is.
-        scattered: decides on it with some of its sums scattered.
-        cost: prices the step with decisions, by `exposure`.
+
+    Returns:
+        The former, explained; None if no ring scatters such a sum.
     """
-    where = points(first.sharings.values())
-    if not where:
-        return first
-    second = scattered(where)
-    if not any(entry.site in where and _is_scatter(entry) for entry in second.entries):
-        return first
-    if cost(second) >= cost(first):
-        return first
-    return dataclasses.replace(second, entries=_explained(second.entries, first.entries, where))
+    where = scattered.sums
+    if not any(entry.site in where and _is_scatter(entry) for entry in scattered.entries):
+        return None
 
-
-def with_sums_scattered(
-    traced: jax.stages.Traced,
-    jaxpr: Any,
-    shardings: Mapping[Any, Shardings],
-    where: Mapping[int, Point],
-    decide: Decide,
-    mesh: Mesh,
-) -> Decided:
-    """Decide on a step with some of its sums scattered.
-
-    Args:
-        traced, jaxpr, shardings: the step, and the shardings of its matmuls as it is.
-        where: the matmuls whose sums are scattered, by their number.
-        decide: decides on the step, given what XLA makes of it.
-        mesh: the step's mesh.
-
-    Raises:
-        RewriteError: if XLA does not partition the step, or a ring fails on it.
-    """
-    scattered = partitioned_scattered(traced, jaxpr, where, shardings, mesh)
-    return dataclasses.replace(decide(scattered), sums=where)
-
-
-def _explained(
-    entries: Sequence[Decision | Skip],
-    before: Sequence[Decision | Skip],
-    where: Mapping[int, Point],
-) -> tuple[Decision | Skip, ...]:
-    """Add to the entries why there are scatters and gathers that the step does not ask for."""
-
-    def explained(now: Decision | Skip, then: Decision | Skip) -> Decision | Skip:
+    def with_reason(now: Decision | Skip, then: Decision | Skip) -> Decision | Skip:
         if isinstance(now, Skip) or not now.bytes_moved:
             return now  # one that shares a ring says whose
         why = ""
@@ -133,7 +92,8 @@ def _explained(
             why = "gathers what is scattered"
         return msgspec.structs.replace(now, why=", ".join(filter(None, (why, now.why))))
 
-    return tuple(map(explained, entries, before))
+    entries = tuple(map(with_reason, scattered.entries, first.entries))
+    return dataclasses.replace(scattered, entries=entries)
 
 
 def _is_scatter(entry: Decision | Skip) -> bool:

@@ -15,6 +15,12 @@ from jax.sharding import PartitionSpec as P
 
 import jaxoverlap
 from jaxoverlap import Decision, Skip
+from jaxoverlap.ops.local import local_group
+from jaxoverlap.passes.analysis.jaxprs import bodies
+from jaxoverlap.passes.analysis.matmul_group import MatmulGroup, Product
+from jaxoverlap.passes.analysis.partitioned import Shardings
+from jaxoverlap.passes.planning.decide import decide
+from jaxoverlap.passes.planning.terms import Terms
 
 
 @pytest.fixture(scope="module")
@@ -141,6 +147,22 @@ def test_sums_of_matmuls_that_contract_nothing(mesh: Mesh):
 
 
 # -- derivatives and transformations --------------------------------------------------------------
+
+
+def test_a_sum_of_terms_that_are_sharded_apart(mesh: Mesh):
+    """The group is written without rings then, and in an order without rings."""
+    numbers = (((1,), (0,)), ((), ()))
+    pairs = (0, 1), (0, 2), (3, 4), (5, 6)
+    one, two, *terms = (Product(lhs, rhs, numbers, None, jnp.float32) for lhs, rhs in pairs)
+    group = MatmulGroup(((one,), (two,), tuple(terms)))
+    (body,) = bodies(group.jaxpr([jax.ShapeDtypeStruct((16, 16), "float32")] * 7))
+    full, rows, columns = ((), ()), (("model",), ()), ((), ("model",))
+    read = Shardings(rows, columns, columns)  # both gather operand 0 in one ring
+    told = {0: read, 1: read, 2: Shardings(full, full, full), 3: Shardings(rows, full, full)}
+    _, sharings = decide([body], told, Terms(axis_sizes=dict(mesh.shape)))
+    assert [len(ring.members) for ring in sharings[body.index].rings] == [2]
+    made = local_group(body, told, sharings[body.index], (), mesh)
+    assert made.results == (columns, columns, full)
 
 
 def test_gradients_of_gradients(mesh: Mesh):

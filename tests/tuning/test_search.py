@@ -339,7 +339,7 @@ def test_whole_plans_are_compiled_only_where_they_may_be_the_fastest(tmp_path):
     searcher.run()
     assert {"2 parts", "4 parts", "no rings"} <= {*names(searcher)}
     assert not {"whole rows", "2 parts, unrolled 4 times"} & {*names(searcher)}
-    looked = {one.candidate.name: one.step_s for one in searcher.looked.values()}
+    looked = {one.name: one.step_s for one in searcher.looked.values()}
     assert looked["whole rows"] == 8.0 and looked["2 parts, unrolled 4 times"] == 8.0
 
 

@@ -14,8 +14,9 @@ from jaxoverlap import Decision, Skip, Variant
 from jaxoverlap._util.text import human_bytes
 from jaxoverlap.passes.analysis.jaxprs import Body, Dot, bodies
 from jaxoverlap.passes.analysis.partitioned import Shardings as Read
-from jaxoverlap.passes.planning.decide import decide, matmul_of
+from jaxoverlap.passes.planning.decide import decide
 from jaxoverlap.passes.planning.entries import source_of
+from jaxoverlap.passes.planning.matmuls import matmul_of
 from jaxoverlap.plan.decisions import Reason
 from tests.support.reads import NO, D, M, matmul
 from tests.support.terms import terms_of

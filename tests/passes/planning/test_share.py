@@ -22,7 +22,8 @@ from jaxoverlap._jax import compat
 from jaxoverlap.passes.analysis.equation_order import EquationOrder
 from jaxoverlap.passes.analysis.jaxprs import Body, bodies
 from jaxoverlap.passes.analysis.partitioned import Shardings as Read
-from jaxoverlap.passes.planning.decide import decide, matmul_of
+from jaxoverlap.passes.planning.decide import decide
+from jaxoverlap.passes.planning.matmuls import matmul_of
 from jaxoverlap.passes.planning.ring_plan import Ring, Sharing
 from jaxoverlap.passes.planning.share import NO_COLLECTIVE, share
 from jaxoverlap.passes.planning.terms import Terms

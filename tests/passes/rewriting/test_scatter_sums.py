@@ -20,6 +20,7 @@ from jaxoverlap.passes.planning.decide import decide
 from jaxoverlap.passes.rewriting import scatter_sums as scattered
 from jaxoverlap.passes.rewriting.scatter_sums import Point, exposure, points
 from jaxoverlap.plan.plan import Remaining
+from jaxoverlap.step import candidates
 from tests.support.engine import assert_close, equations
 from tests.support.terms import terms_of
 
@@ -183,7 +184,7 @@ def test_the_gradients_of_q_k_and_v_travel_as_one(plan):
 
 def test_bytes_before_and_after(step, plan, monkeypatch):
     """The same bytes move, but for scales' gradients; the half that nothing hid is in rings now."""
-    monkeypatch.setattr(scattered, "points", lambda _: {})
+    monkeypatch.setattr(candidates, "points", lambda _: {})
     before = jaxoverlap.overlap(step).explain(weights(), rows())
     assert {d.kind for d in on_model(before)} == {"matmul_all_reduce"}
 

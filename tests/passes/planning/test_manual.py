@@ -19,9 +19,9 @@ import jaxoverlap
 from jaxoverlap import Decision
 from jaxoverlap.passes.analysis.flatten import flatten
 from jaxoverlap.passes.analysis.jaxprs import bodies, dots
-from jaxoverlap.passes.manual import rewrite as manual_rings
-from jaxoverlap.passes.manual.decide import decide_manual
-from jaxoverlap.passes.planning.terms import Requests
+from jaxoverlap.passes.planning.decide import decide
+from jaxoverlap.passes.planning.terms import Terms
+from jaxoverlap.passes.rewriting import ring_functions
 from jaxoverlap.passes.rewriting.rewrite import rewrite
 from tests.support.engine import equations
 
@@ -55,10 +55,10 @@ def decided(
 ) -> tuple[list[Any], Counter]:
     """Return the entries of a body's matmuls, and counts of its equations once it is rewritten."""
     jaxpr = flatten(jax.make_jaxpr(stacked(body, check))(*structs(shapes)))
-    entries, sharings = decide_manual(bodies(jaxpr), {}, Requests())
-    assert sorted(entries) == [dot.index for dot in dots(jaxpr)]
+    entries, sharings = decide(bodies(jaxpr), {}, Terms(axis_sizes=dict(MESH.shape)))
+    assert [entry.site for entry in entries] == [dot.index for dot in dots(jaxpr)]
     new, _ = rewrite(jaxpr, sharings, MESH)
-    return [entries[i] for i in sorted(entries)], Counter(e.primitive.name for e in equations(new))
+    return list(entries), Counter(e.primitive.name for e in equations(new))
 
 
 # -- what is found --------------------------------------------------------------------------------
@@ -308,7 +308,7 @@ def test_matmuls_that_the_user_wants_left_alone():
 
 
 def test_a_failed_rewrite_says_where(monkeypatch):
-    monkeypatch.setattr(manual_rings, "operand_ring", lambda *_, **__: 1 / 0)
+    monkeypatch.setattr(ring_functions, "operand_ring", lambda *_, **__: 1 / 0)
     step = jaxoverlap.overlap(jax.jit(stacked(lambda x, w: gather(x) @ w)))
     with pytest.raises(
         jaxoverlap.RewriteError, match=r"(?s)matmul 0 .*test_manual.py:\d+.*by zero"

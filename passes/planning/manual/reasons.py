@@ -10,15 +10,9 @@ from typing import Any
 from jaxoverlap.passes.analysis.einsum import SIDES
 from jaxoverlap.passes.analysis.jaxprs import Dot
 from jaxoverlap.passes.analysis.partitioned import Shardings
-from jaxoverlap.passes.manual.find import (
-    ManualRing,
-    ManualSite,
-    Sites,
-    dim_of_sum,
-    is_sum,
-    is_view,
-)
-from jaxoverlap.passes.planning.decide import matmul_of, refusal
+from jaxoverlap.passes.planning.manual.find import Neighbours, is_sum, is_view
+from jaxoverlap.passes.planning.matmuls import matmul_of, refusal
+from jaxoverlap.passes.planning.ring_plan import Member, Ring
 from jaxoverlap.passes.planning.splits import Refusal, ShardedMatmul
 from jaxoverlap.passes.planning.terms import Requests
 from jaxoverlap.plan.collectives import RINGED, Kind
@@ -37,21 +31,19 @@ def refusal_of(dot: Dot, requests: Requests) -> Reason | None:
     return refusal(dataclasses.replace(dot, inside=None), requests)
 
 
-def crossed(
-    ring: ManualRing, site: ManualSite, shardings: Mapping[int, Shardings]
-) -> Reason | None:
-    """Return why a shard_map's automatic axes forbid a ring, or None."""
-    matmul = beside(site.dot, shardings)
+def crossed(member: Member, shardings: Mapping[int, Shardings]) -> Reason | None:
+    """Return why a shard_map's automatic axes forbid a matmul's ring, or None."""
+    matmul = beside(member.dot, shardings)
     if matmul is None or isinstance(matmul, Reason):
         return matmul
     moved = [s.axis for s in matmul.splits if isinstance(s, Refusal) or s.motion]
     if moved:
         return _no_ring(f"XLA moves it along {', '.join(moved)} too, and would do so once a chunk")
-    dims = [d for d in (ring.dim, ring.collective.dim, ring.collective.wanted) if d is not None]
-    letters = {site.einsum.side(site.side)[d] for d in dims}
+    layout = member.ring_layout
+    moving = {layout.letter, layout.motion.letter, layout.motion.to}
     for side in SIDES:
-        for letter, axes in zip(matmul.einsum.side(side), getattr(matmul, side), strict=True):
-            if letter in letters and axes:
+        for letter, axes in zip(matmul.einsum.side(side), matmul.spec(side), strict=True):
+            if letter in moving and axes:
                 return _no_ring(
                     f"dim {letter} moves, and automatic axis {', '.join(axes)} shards it"
                 )
@@ -73,22 +65,23 @@ def beside(dot: Dot, shardings: Mapping[int, Shardings]) -> ShardedMatmul | Reas
     return matmul_of(dot, Shardings(lhs, rhs, out), sizes)
 
 
-def spread(site: ManualSite, shardings: Mapping[int, Shardings]) -> int:
+def spread(member: Member, shardings: Mapping[int, Shardings]) -> int:
     """Count the devices of automatic axes over which the moving value is spread."""
-    matmul = beside(site.dot, shardings)
+    matmul = beside(member.dot, shardings)
     if matmul is None or isinstance(matmul, Reason):
         return 1
-    return math.prod(matmul.axis_sizes[a] for axes in getattr(matmul, site.side) for a in axes)
+    moving = matmul.spec(member.ring_layout.motion.side)
+    return math.prod(matmul.axis_sizes[a] for axes in moving for a in axes)
 
 
-def why_not(sites: Sites, dot: Dot, rings: Sequence[ManualRing]) -> Reason:
+def why_not(found: Neighbours, dot: Dot, rings: Sequence[Ring]) -> Reason:
     """Return why a matmul is in none of the rings."""
-    done = {ring.collective.position: ring.site for ring in rings}
+    done = {ring.written.position: ring.site for ring in rings if ring.written}
     lhs, rhs = dot.eqn.invars
     reasons = [
-        _above(sites, lhs, done),
-        _above(sites, rhs, done),
-        _below(sites, dot.eqn.outvars[0], done),
+        _above(found, lhs, done),
+        _above(found, rhs, done),
+        _below(found, dot.eqn.outvars[0], done),
     ]
     whys = dict.fromkeys(why for why in reasons if why)
     waiting = [why.detail for why in whys if why.code != "no collective"]
@@ -98,12 +91,12 @@ def why_not(sites: Sites, dot: Dot, rings: Sequence[ManualRing]) -> Reason:
     return Reason("no collective", "; ".join(idle))
 
 
-def _above(sites: Sites, var: Any, done: Mapping[int, int]) -> Reason | None:
+def _above(found: Neighbours, var: Any, done: Mapping[int, int]) -> Reason | None:
     """Return why the collective that an operand comes from has no ring; None without one."""
     through = ""
-    while (eqn := sites.uses.maker(var)) is not None:
-        position = sites.uses.made[var]
-        collective = sites.collectives.get(position)
+    while (eqn := found.uses.maker(var)) is not None:
+        position = found.uses.made[var]
+        collective = found.collectives.get(position)
         if collective is not None:
             if RINGED.get(eqn.primitive.name, _BEFORE[0]) not in _BEFORE:
                 return None  # a sum that it waits for
@@ -119,27 +112,27 @@ def _above(sites: Sites, var: Any, done: Mapping[int, int]) -> Reason | None:
     return None
 
 
-def _below(sites: Sites, var: Any, done: Mapping[int, int]) -> Reason | None:
+def _below(found: Neighbours, var: Any, done: Mapping[int, int]) -> Reason | None:
     """Return why the collective that a result reaches has no ring; None without one."""
     through = ""
-    while readers := [position for position in sites.uses.readers(var) if position is not None]:
+    while readers := [position for position in found.uses.readers(var) if position is not None]:
         for position in readers:
-            collective, name = sites.collectives.get(position), sites.eqns[position].primitive.name
+            collective, name = found.collectives.get(position), found.eqns[position].primitive.name
             if collective is not None:
                 if isinstance(collective, Reason):
                     return collective
                 if position in done:
                     return _done(done[position], name)
-                if len(sites.uses.readers(var)) > 1:
+                if len(found.uses.readers(var)) > 1:
                     return _no_ring(f"its result is read by {name} and by others")
-                if collective.kind == "all_reduce" and dim_of_sum(collective) is None:
+                if collective.kind == "all_reduce" and collective.dim_of_sum is None:
                     shape = collective.eqn.invars[0].aval.shape
                     n = collective.axis_size
                     return _no_ring(f"no dim of the result {shape} divides into {n} chunks")
                 known = collective.kind in _AFTER
                 return _left(f"its result is read by {name}", through if known else "")
-        eqn = sites.eqns[readers[0]]
-        opaque = len(eqn.outvars) != 1 or readers[0] in sites.dots
+        eqn = found.eqns[readers[0]]
+        opaque = len(eqn.outvars) != 1 or readers[0] in found.dots
         if len(readers) > 1 or opaque or (through and not is_view(eqn) and not is_sum(eqn)):
             return None
         through = through if is_view(eqn) else eqn.primitive.name

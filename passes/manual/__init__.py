@@ -1,1 +1,0 @@
-"""Rings in shard_maps that the user wrote: found, decided on and written."""
