@@ -34,7 +34,7 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 from typer import Option
 
-from models import gpt
+from models import gpt, ragged
 from models.config import TextRun
 from models.layers import Layout, Weight, cross_entropy, einsum_of, run_stack, shard, wide
 from models.recipe import Recipe
@@ -44,6 +44,7 @@ BOTH = ("data", "expert")
 ROWS = P(BOTH, None, None, None)
 BY_BATCH = Layout(stream=P(BOTH, None, None), heads=ROWS, scores=ROWS, inner=P(BOTH, None, None))
 AT_EXPERTS = P("expert", "data", None, None)
+DISPATCH = ("slots", "ragged")
 
 
 @dataclass(frozen=True)
@@ -57,6 +58,9 @@ class Config(TextRun):
     choices: Annotated[int, Option(help="Experts a token goes to.")] = 2
     group: Annotated[int, Option(help="Tokens that share an expert's slots.")] = 64
     slack: Annotated[float, Option(help="Slots, relative to an even load.")] = 2.0  # small groups
+    dispatch: Annotated[str, Option(help="slots, as in GShard, or ragged: none is dropped.")] = (
+        "slots"
+    )
     balance: Annotated[float, Option(help="Weight of the load-balancing loss.")] = 1e-2
     mlp: Annotated[int, Option(help="Of each expert.")] = 128
     data: Annotated[int, Option(help="Mesh axis: batch and FSDP.")] = 2
@@ -67,6 +71,8 @@ class Config(TextRun):
 
     def mistakes(self) -> Iterator[str]:
         yield from super().mistakes()
+        if self.dispatch not in DISPATCH:
+            yield f"dispatch={self.dispatch!r}: expected one of {', '.join(DISPATCH)}; give one"
         if self.choices > self.experts:
             yield (
                 f"choices={self.choices} with experts={self.experts}: a token goes to 1 or more "
@@ -155,6 +161,9 @@ class Experts(nnx.Module):
         logits = self.einsum("gsd,de->gse", tokens, self.router(), preferred_element_type=dtype)
         logits = shard(logits, mesh, self.tokens_at)
         probabilities = shard(jax.nn.softmax(logits), mesh, self.tokens_at)
+        if config.dispatch == "ragged":
+            y = self.sent(x, probabilities.reshape(*x.shape[:2], -1))
+            return shard(y, mesh, self.at.stream), uneven(probabilities)
         dispatch, combine = route(probabilities, config.choices, config.capacity)
         dispatch = shard(dispatch.astype(x.dtype), mesh, self.mask_at)
         combine = shard(combine.astype(x.dtype), mesh, self.mask_at)
@@ -164,6 +173,13 @@ class Experts(nnx.Module):
         answer = shard(self.einsum("egcf,efd->egcd", inner, self.down()), mesh, self.there_at)
         y = shard(self.einsum("gsec,egcd->gsd", combine, answer), mesh, self.tokens_at)
         return shard(y.reshape(x.shape), mesh, self.at.stream), uneven(probabilities)
+
+    def sent(self, x: jax.Array, probabilities: jax.Array) -> jax.Array:
+        """Send every token to its experts and back: x [batch, sequence, hidden] -> the same."""
+        weights, chosen = jax.lax.top_k(probabilities, self.config.choices)
+        weights = weights / jnp.sum(weights, -1, keepdims=True)
+        mixed = ragged.experts(self.mesh, axis="expert", activation=jax.nn.gelu)
+        return mixed(x, weights, chosen, self.up(), self.down())
 
     def activated(self, there: jax.Array) -> jax.Array:
         """Return the experts' hidden activations [expert, group, slot, mlp] of their tokens."""
