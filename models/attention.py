@@ -1,5 +1,6 @@
 """Choose what computes a trainer's attention: XLA's matmuls, or cuDNN's fused kernel."""
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -8,25 +9,22 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+import jaxoverlap
 from jaxoverlap._jax import fused_attention
 from jaxoverlap.hardware.pods import capability_of
 from models.config import Mistake, Run
 from models.layers import without
 
 
-def uses_cudnn(config: Run, mesh: Mesh, why_not: str | None = None) -> bool:
+def uses_cudnn(config: Run, mesh: Mesh) -> bool:
     """Return whether attention runs in cuDNN's kernel on a mesh, as `config.attention` says.
-
-    Args:
-        config, mesh: of the run.
-        why_not: what speaks against it in this model, if anything does.
 
     Raises:
         Mistake: if attention is "cudnn", and cuDNN cannot run.
     """
     if config.attention == "xla":
         return False
-    why_not = why_not or refusal(config, mesh)
+    why_not = refusal(config, mesh)
     if why_not and config.attention == "cudnn":
         raise Mistake(
             f"attention='cudnn': {why_not}; give attention='xla', or 'auto' for cuDNN where it runs"
@@ -50,6 +48,18 @@ def refusal(config: Run, mesh: Mesh) -> str | None:
 def cudnn(q: jax.Array, k: jax.Array, v: jax.Array, *, causal: bool) -> jax.Array:
     """Attend by cuDNN's kernel, [batch, sequence, heads, size] each."""
     return jax.nn.dot_product_attention(q, k, v, is_causal=causal, implementation="cudnn")
+
+
+def ring(
+    q: jax.Array, k: jax.Array, v: jax.Array, *, mesh: Mesh, spec: P, axis: str, causal: bool
+) -> jax.Array:
+    """Attend in a ring of cuDNN's kernel over the axis of the sequence, which `spec` shards all."""
+    halves = q.shape[1] // mesh.shape[axis] % 2 == 0
+    kernel = functools.partial(
+        jaxoverlap.ring.ring_attention, axis_name=axis, causal=causal, implementation="cudnn",
+        balanced=halves,
+    )  # fmt: skip
+    return on_each_device(kernel, mesh, spec, always=True)(q, k, v)
 
 
 def on_each_device(attend: Callable[..., Any], mesh: Mesh, spec: P, always: bool) -> Callable:

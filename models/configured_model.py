@@ -25,7 +25,7 @@ from jaxoverlap.parallelism.configuration import Configuration
 from jaxoverlap.parallelism.model import Transformer
 from jaxoverlap.parallelism.sharding import ACTIVATIONS, BATCH
 from models import gpt, micro_batches, moe
-from models.attention import uses_cudnn
+from models.attention import ring, uses_cudnn
 from models.config import TextRun
 from models.layers import Layout, Norm, Weight, cross_entropy, shard, stack, wide
 
@@ -97,7 +97,10 @@ class Config(TextRun):
 
 
 class Attention(gpt.Attention):
-    """Grouped-query attention with heads of any size, and cuDNN's kernel on GPUs."""
+    """Grouped-query attention with heads of any size, and cuDNN's kernel on GPUs.
+
+    Where the sequence is sharded the kernel is a ring's block, if `attention` is "cudnn".
+    """
 
     config: Config
 
@@ -114,14 +117,21 @@ class Attention(gpt.Attention):
         out = (heads, size, hidden)
         self.out = Weight(config, mesh, rngs, P("model", None, "fsdp"), out, back)
         self.config, self.mesh, self.at = config, mesh, layout
-        context = config.split.context
-        sharded = f"no ring is here for sequences sharded over context={context}"
-        self.fused = uses_cudnn(config, mesh, sharded if context > 1 else None)
+        self.ringed = config.split.context > 1
+        # The plans of `configure` count plain attention where a sequence is sharded.
+        self.fused = uses_cudnn(config, mesh) and (not self.ringed or config.attention == "cudnn")
         self.einsum = gpt.einsum_of(config)
 
     def attend(self, q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
         if self.config.split.recompute == "selective":
-            return jax.checkpoint(super().attend)(q, k, v)
+            return jax.checkpoint(self.ring_or_not)(q, k, v)
+        return self.ring_or_not(q, k, v)
+
+    def ring_or_not(self, q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+        if self.fused and self.ringed:
+            spec = self.at.heads
+            ringed = ring(q, k, v, mesh=self.mesh, spec=spec, axis="context", causal=True)
+            return shard(ringed, self.mesh, spec)
         return super().attend(q, k, v)
 
     def __call__(self, x: jax.Array) -> jax.Array:

@@ -14,7 +14,6 @@ stay, and the keys and values of the whole text come to them:
 Nothing asks for whole keys and values: scores are split by query alone, so the einsums need them.
 """
 
-import functools
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,7 +27,7 @@ from typer import Option
 import jaxoverlap
 from jaxoverlap.hardware.cluster import parse_cluster
 from models import gpt
-from models.attention import on_each_device
+from models.attention import ring
 from models.config import TextRun
 from models.layers import Layout, shard
 from models.recipe import Recipe
@@ -108,7 +107,9 @@ class Attention(gpt.Attention):
 
     def attend(self, q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
         if self.fused:
-            return self.ring(q, k, v)
+            spec, causal = self.at.heads, self.ordered
+            ringed = ring(q, k, v, mesh=self.mesh, spec=spec, axis="context", causal=causal)
+            return shard(ringed, self.mesh, spec)
         if self.config.ops:  # keys and values travel, and no device holds more than a block
             attended = jaxoverlap.attention(q, k, v, is_causal=self.ordered)
             return shard(attended, self.mesh, self.at.heads)
@@ -125,16 +126,6 @@ class Attention(gpt.Attention):
         _, attended = jax.lax.scan(group, None, tuple(map(grouped, (q, k, v))))
         attended = shard(attended, self.mesh, GROUPS)
         return shard(jnp.moveaxis(attended, 0, 2).reshape(q.shape), self.mesh, self.at.heads)
-
-    def ring(self, q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
-        """Attend in a ring over the context whose blocks are cuDNN's kernel."""
-        halves = q.shape[1] // self.config.context % 2 == 0
-        kernel = functools.partial(
-            jaxoverlap.ring.ring_attention, axis_name="context", causal=self.ordered,
-            implementation="cudnn", balanced=halves,
-        )  # fmt: skip
-        attend = on_each_device(kernel, self.mesh, self.at.heads, always=True)
-        return shard(attend(q, k, v), self.mesh, self.at.heads)
 
 
 class Block(gpt.Block):

@@ -13,7 +13,21 @@ from flax import nnx
 
 import jaxoverlap
 from jaxoverlap._jax import fused_attention
-from models import attention, gpt, long_context, moe, train_gpt, train_long, vit
+from jaxoverlap.hardware.cluster import parse_cluster
+from jaxoverlap.hardware.pods import devices as pod_devices
+from jaxoverlap.parallelism.configuration import Configuration
+from jaxoverlap.parallelism.sharding import AXES as AXES_OF_SIX
+from models import (
+    attention,
+    configured,
+    configured_model,
+    gpt,
+    long_context,
+    moe,
+    train_gpt,
+    train_long,
+    vit,
+)
 from models.config import Mistake
 from tests.support.attention import stand_in, stand_in_backward
 from tests.support.pods import pytestmark as pods
@@ -121,6 +135,20 @@ class TestOnPods:
             4 if name == "long_context" else 2
         )
         assert '"__cudnn$fmhaSoftmaxBackward"' in text
+
+    @pytest.mark.parametrize(("kind", "kernels"), [("auto", 0), ("cudnn", 2 * 2)])
+    @pytest.mark.parametrize("recompute", ["full", "selective"])
+    def test_configured_meshes_have_the_ring_if_it_is_wanted(self, kind, kernels, recompute):
+        """Of two devices, forward and again in the backward pass; with shared key heads."""
+        split = Configuration(fsdp=2, model=2, context=2, recompute=recompute)
+        config = configured_model.Config(
+            split=split, order=AXES_OF_SIX, layers=1, hidden=512, heads=8, kv_heads=4, mlp=512, sequence=512,
+            batch=4, vocab=256, dtype="bfloat16", attention=kind,
+        )  # fmt: skip
+        recipe = configured.DENSE
+        mesh = configured.mesh_on(pod_devices(parse_cluster("h100-sxm:1x8")), config)
+        step = recipe.make_step(config, mesh).lower(*recipe.abstract_args(config, mesh)).compile()
+        assert step.as_text().count('custom_call_target="__cudnn$fmhaSoftmax"') == kernels
 
 
 def test_a_model_s_option_reaches_its_layers():
