@@ -116,11 +116,12 @@ def measured(name: str, row: str) -> dict[str, Any]:
     """Compile a step for its pod, plain or overlapped, and simulate it."""
     case = CASES[name]
     built = build(case)
+    step: Any = built.function
     if row == "plain":
-        simulation = jaxoverlap.simulate(built.function.lower(*built.args).compile(), case.pod)
+        simulation = jaxoverlap.simulate(step.lower(*built.args).compile(), case.pod)
         speedup, edits = None, 0
     else:
-        compiled = jaxoverlap.overlap(built.function).lower(*built.args).compile()
+        compiled = jaxoverlap.overlap(step).lower(*built.args).compile()
         simulation, speedup = compiled.simulate(), compiled.speedup
         edits = [str(edit) for edit in compiled.plan.edits] if compiled.plan else []
     # XLA gives what it makes of an exchange no source line; it gives gathers of weights one.

@@ -16,7 +16,7 @@ from typing import Annotated
 
 import typer
 
-from benchmarks import frame, questions
+from benchmarks import frame, questions, ragged
 from benchmarks.frame import in_ms, markdown, read_rows
 from benchmarks.pods import rows as pods
 from benchmarks.pods.suite import SCHEDULED
@@ -122,11 +122,18 @@ def measured_at(rows: Sequence[pods.Row]) -> str:
     return f"Measured at {commits} with jax {versions}, by simulation."
 
 
+def _ragged() -> str:
+    rows = read_rows(RESULTS / "ragged.jsonl")
+    numbers = [column for column in ragged.COLUMNS if column not in ("step", "taken")]
+    return f"{markdown(ragged.COLUMNS, ragged.table(rows), numbers)}\n\n{measured_at(rows)}"
+
+
 TABLES: Mapping[str, Callable[[], str]] = {
     "pods": _pods,
     "suite": _suite,
     "questions": _questions,
     "meshes": _meshes,
+    "ragged": _ragged,
 }
 
 
