@@ -26,7 +26,7 @@ from rich.console import Console
 import jaxoverlap
 from benchmarks import frame
 from benchmarks.children import import_first, in_fork
-from benchmarks.drawn.step import Built
+from benchmarks.drawn.step import Built, lower
 from benchmarks.frame import Only, Written, chosen, in_ms, provenance, rows_in, write_rows
 from models import ragged
 
@@ -116,12 +116,12 @@ def measured(name: str, row: str) -> dict[str, Any]:
     """Compile a step for its pod, plain or overlapped, and simulate it."""
     case = CASES[name]
     built = build(case)
-    step: Any = built.function
     if row == "plain":
-        simulation = jaxoverlap.simulate(step.lower(*built.args).compile(), case.pod)
-        speedup, edits = None, 0
+        simulation = jaxoverlap.simulate(lower(built.function, built.args).compile(), case.pod)
+        speedup, edits = None, list[str]()
     else:
-        compiled = jaxoverlap.overlap(step).lower(*built.args).compile()
+        overlapped: Any = jaxoverlap.overlap(built.function)
+        compiled = overlapped.lower(*built.args).compile()
         simulation, speedup = compiled.simulate(), compiled.speedup
         edits = [str(edit) for edit in compiled.plan.edits] if compiled.plan else []
     # XLA gives what it makes of an exchange no source line; it gives gathers of weights one.

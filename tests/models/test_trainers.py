@@ -142,6 +142,7 @@ def test_loss_and_gradients_do_not_depend_on_the_mesh(model):
         (moe, {"batch": 4}, "batch=4 with data x expert=8"),
         (moe, {"group": 12}, "sequence=32 with group=12"),
         (moe, {"choices": 9}, "choices=9 with experts=8"),
+        (moe, {"dispatch": "sorted"}, "dispatch=.sorted.: expected one of slots, ragged"),
         (moe, {"slack": 0}, "slack=0"),
         (moe, {"vocab": 128}, "vocab=128"),
         (vit, {"patch": 3}, "image=8 with patch=3"),
@@ -272,3 +273,41 @@ def test_heads_together_or_apart_and_no_byte_sees_a_later_one(runs):
     assert (logits[:, 9:] != other[:, 9:]).any(axis=(0, 2)).all()
     together = logits_of(dataclasses.replace(config, heads_at_once=4), params, tokens)
     np.testing.assert_allclose(together, logits, rtol=1e-4, atol=1e-5)
+
+
+# -- ragged experts -------------------------------------------------------------------------------
+
+
+def test_ragged_experts_mix_as_slots_do_where_every_token_finds_room():
+    slots = dataclasses.replace(TINY[moe], slack=8.0)
+    losses = {}
+    for dispatch in ("slots", "ragged"):
+        config = dataclasses.replace(slots, dispatch=dispatch)
+        mesh, batch_of = moe.RECIPE.make_mesh(config), moe.RECIPE.batches(config)
+        state = moe.RECIPE.init_state(config, mesh, seed=0)
+        step = moe.RECIPE.make_step(config, mesh)
+        made = []
+        for index in range(3):
+            state, metrics = step(state, batch_of(index))
+            made.append(float(metrics["loss"]))
+        losses[dispatch] = made
+    np.testing.assert_allclose(losses["ragged"], losses["slots"], rtol=1e-5)
+
+
+def test_ragged_experts_are_split_and_keep_their_losses():
+    config = dataclasses.replace(TINY[moe], dispatch="ragged", batch=16)
+    mesh, batch_of = moe.RECIPE.make_mesh(config), moe.RECIPE.batches(config)
+    start = jax.device_get(moe.RECIPE.init_state(config, mesh, seed=0))
+    plain = moe.RECIPE.make_step(config, mesh)
+    split = jaxoverlap.overlap(plain, halves=2)
+    losses = []
+    for step in (plain, split):
+        state = jax.device_put(start, moe.RECIPE.state_shardings(config, mesh))
+        made = []
+        for index in range(3):
+            state, metrics = step(state, batch_of(index))
+            made.append(float(metrics["loss"]))
+        losses.append(made)
+    state = jax.device_put(start, moe.RECIPE.state_shardings(config, mesh))
+    assert split.explain(state, batch_of(0)).cut
+    np.testing.assert_allclose(*losses, rtol=1e-4)
