@@ -70,8 +70,9 @@ def inline(
             values of the same types, one is traced.
         scope: a name to put on the stack.
     """
-    structs = tuple(struct(v) for v in invars)
-    with like.ctx.manager, _mesh_of_types(invars), source_info_util.reset_name_stack():
+    avals = [v.aval for v in invars]
+    structs = tuple(map(struct, avals))
+    with like.ctx.manager, mesh_of_types(avals), source_info_util.reset_name_stack():
         body = _traced(fn, structs, alike)
     assert not body.consts, "a ring closes over nothing"
     for made, wanted in zip(body.outvars, outvars, strict=True):
@@ -96,9 +97,9 @@ def inline(
     ]
 
 
-def struct(var: Any) -> jax.ShapeDtypeStruct:
-    """A variable's type; the sharding only where it is a part of that."""
-    aval, mesh = var.aval, var.aval.sharding.mesh
+def struct(aval: Any) -> jax.ShapeDtypeStruct:
+    """A type as JAX traces for it; with the sharding only where it is a part of that."""
+    mesh = aval.sharding.mesh
     typed = not mesh.empty and (mesh._any_axis_explicit or mesh._any_axis_manual)
     return jax.ShapeDtypeStruct(
         aval.shape,
@@ -109,9 +110,9 @@ def struct(var: Any) -> jax.ShapeDtypeStruct:
 
 
 @contextlib.contextmanager
-def _mesh_of_types(values: Sequence[Any]) -> Iterator[None]:
+def mesh_of_types(avals: Sequence[Any]) -> Iterator[None]:
     """Set the mesh that the types name, if none is set, for `auto_axes` and `shard_map`."""
-    meshes = (v.aval.sharding.mesh for v in values)
+    meshes = (aval.sharding.mesh for aval in avals)
     typed = next((m for m in meshes if not m.empty and m._any_axis_explicit), None)
     if typed is None or not jax.sharding.get_abstract_mesh().empty:
         yield

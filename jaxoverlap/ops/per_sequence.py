@@ -170,21 +170,22 @@ _apply.defvjp(_forward, _backward)
 
 
 def _bind(call: SequenceCall, operands: Sequence[Any]) -> list[Any]:
-    return sequence_call_p.bind(*operands, call=call, jaxpr=call.jaxpr(operands))
+    types = tuple(map(jax.typeof, operands))
+    return sequence_call_p.bind(*operands, call=call, jaxpr=call.jaxpr(operands), types=types)
 
 
-def _batched(operands: Sequence[Any], dims: Sequence[Any], *, call: Any, jaxpr: Any) -> Any:
+def _batched(operands: Sequence[Any], dims: Sequence[Any], *, call: Any, **_: Any) -> Any:
     """Under `vmap` it is the plain function."""
     results = jax.vmap(call.fn, in_axes=tuple(dims))(*operands)
     return results, [0] * len(results)
 
 
-def _evaluated(*operands: Any, call: SequenceCall, jaxpr: Any) -> list[Any]:
+def _evaluated(*operands: Any, jaxpr: Any, **_: Any) -> list[Any]:
     return compat.evaluate(jaxpr, operands)
 
 
 sequence_call_p = lowering.primitive(SEQUENCE_CALL)
 sequence_call_p.def_impl(_evaluated)
-sequence_call_p.def_abstract_eval(lambda *avals, call, jaxpr: list(jaxpr.out_avals))
+sequence_call_p.def_abstract_eval(lambda *avals, jaxpr, **_: list(jaxpr.out_avals))
 mlir.register_lowering(sequence_call_p, mlir.lower_fun(_evaluated, multiple_results=True))
 batching.primitive_batchers[sequence_call_p] = _batched

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 import jax
 
-from jaxoverlap._jax import compat, inlining
+from jaxoverlap._jax import explicit, inlining
 from jaxoverlap.passes.analysis.dim_rules import dim_rule
 from jaxoverlap.passes.analysis.jaxprs import dots
 from jaxoverlap.passes.analysis.sequence_call import SEQUENCE_CALL
@@ -123,14 +123,16 @@ def _params(eqn: Any, dim: int | None, out: int | str | None, split: BatchSplit)
 
 def _of_part(eqn: Any, split: BatchSplit) -> Any:
     """Trace the function of a `per_sequence` for a part of the batch."""
-    call = eqn.params["call"]
-    given = zip(eqn.invars, call.operands, strict=True)
-    return call.jaxpr(
-        [
-            inlining.struct(v if d is None else compat.sized_var(v, d, split.part(v.aval.shape[d])))
-            for v, d in given
-        ]
-    )
+    call, types = eqn.params["call"], eqn.params["types"]
+    parts = [
+        aval if d is None else aval.update(shape=_halved(aval.shape, d, split))
+        for aval, d in zip(types, call.operands, strict=True)
+    ]
+    with inlining.mesh_of_types(parts):
+        jaxpr = call.jaxpr([inlining.struct(aval) for aval in parts])
+    meshes = [aval.sharding.mesh for aval in types if not aval.sharding.mesh.empty]
+    stays = all(v.aval.sharding == aval.sharding for v, aval in zip(eqn.invars, types, strict=True))
+    return jaxpr if stays else explicit.automatic(jaxpr, meshes[0], inferred=True)
 
 
 # Parameters that have the size of each dim.

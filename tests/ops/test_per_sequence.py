@@ -6,11 +6,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax import lax
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jaxoverlap
-from jaxoverlap import overlap, per_sequence
+from jaxoverlap import Plan, overlap, per_sequence
+from models import ragged
 from tests.support.ragged import arrays, mixture_step, on_cpu
 
 
@@ -98,6 +100,51 @@ def test_a_mixture_of_experts_is_split_and_computes_what_it_did(factor):
         np.testing.assert_allclose(one, other, rtol=1e-4, atol=1e-5)
         assert one.sharding.is_equivalent_to(other.sharding, one.ndim)
     assert mine[0]["up"].is_deleted()
+
+
+def sparse_step(mesh):
+    """Return a step of matmuls and ragged experts that is legal on either kind of mesh."""
+    mixed = ragged.experts(mesh, axis="expert", activation=jax.nn.gelu)
+
+    def layer(x, p):
+        x = x + jnp.einsum("bse,ed->bsd", jnp.tanh(jnp.einsum("bsd,de->bse", x, p["w"])), p["v"])
+        likely = jax.nn.softmax(jnp.einsum("bsd,de->bse", x, p["router"]))
+        return x + mixed(x, *lax.top_k(likely, 2), p["up"], p["down"]), None
+
+    def loss(p, x):
+        return jnp.mean(lax.scan(jax.checkpoint(layer), x, p)[0] ** 2)
+
+    rng = np.random.default_rng(0)
+
+    def array(spec, *shape):
+        return jax.device_put(rng.normal(size=shape).astype("f") * 0.3, NamedSharding(mesh, spec))
+
+    own = P(None, "expert")
+    p = {
+        "w": array(P(), 2, 16, 32),
+        "v": array(P(), 2, 32, 16),
+        "router": array(P(), 2, 16, 8),
+        "up": array(own, 2, 8, 16, 24),
+        "down": array(own, 2, 8, 24, 16),
+    }
+    return jax.jit(jax.value_and_grad(loss)), p, array(P(("data", "expert")), 16, 8, 16)
+
+
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
+def test_on_either_kind_of_mesh_a_plan_of_the_split_step_is_followed(kind):
+    mesh = jax.make_mesh((2, 4), ("data", "expert"), axis_types=(kind,) * 2)
+    with jax.set_mesh(mesh):
+        step, *args = sparse_step(mesh)
+        split = overlap(step, halves=2)
+        plan = split.explain(*args)
+        assert plan.cut
+        again, _, _ = sparse_step(mesh)  # another function of the same text
+        followed = overlap(again, plan=Plan.from_json(plan.to_json()))
+        for other in (split, followed):
+            pairs = zip(*map(jax.tree.leaves, (other(*args), step(*args))), strict=True)
+            for one, expected in pairs:
+                np.testing.assert_allclose(one, expected, rtol=1e-4, atol=1e-6)
+                assert one.sharding.is_equivalent_to(expected.sharding, one.ndim)
 
 
 def test_a_function_that_does_otherwise_for_half_a_batch_runs_on_all_of_it():
