@@ -94,7 +94,7 @@ def _difference(matmul: ShardedMatmul, products: int, sent: _Sent) -> str:
     splits = [s for s in matmul.splits if not isinstance(s, Refusal)]
     if len(splits) < len(matmul.splits):
         return ""  # the pass has said that it does not understand the split
-    wanted = _sent((s.motion.kind, (s.axis,)) for s in splits if s.motion)
+    wanted = _sent((s.collective.kind, (s.axis,)) for s in splits if s.collective)
     if missing := wanted - sent:
         there = _named(sent) or "nothing"
         return f"no adjacent collective sends {_named(missing)}; there is {there}"

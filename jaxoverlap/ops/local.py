@@ -22,7 +22,7 @@ from jaxoverlap.passes.analysis.equation_order import EquationOrder
 from jaxoverlap.passes.analysis.jaxprs import Body, Dot
 from jaxoverlap.passes.analysis.partitioned import Shardings
 from jaxoverlap.passes.planning.matmuls import matmul_of
-from jaxoverlap.passes.planning.ring_plan import Member, Ring, Sharing, Value
+from jaxoverlap.passes.planning.ring_plan import BodyRings, Member, Ring, Value
 from jaxoverlap.passes.planning.splits import ShardedMatmul, shared_letter
 from jaxoverlap.passes.rewriting.ring_functions import dot_on, ring_body
 
@@ -63,7 +63,7 @@ class _Apart(Exception):
 def local_group(
     body: Body,
     told: Mapping[int, Shardings],
-    sharing: Sharing,
+    body_rings: BodyRings,
     wishes: Sequence[Wish],
     mesh: Mesh,
 ) -> LocalGroup:
@@ -72,14 +72,14 @@ def local_group(
     Args:
         body: the group's jaxpr: `dot_general`s, and the sums of some.
         told: the shardings of each matmul's sides around the operation.
-        sharing: the rings of the body.
+        body_rings: the rings of the body.
         wishes: what later operations would read gathered: a ring that gathers it keeps it.
         mesh: the mesh.
     """
     try:
-        return _Writer(body, told, sharing, mesh).group(wishes)
+        return _Writer(body, told, body_rings, mesh).group(wishes)
     except _Apart:
-        no_rings = Sharing(EquationOrder(body.eqns))
+        no_rings = BodyRings(EquationOrder(body.eqns))
         return _Writer(body, told, no_rings, mesh, owner=True).group(wishes)
 
 
@@ -90,11 +90,17 @@ class _Writer:
         self,
         body: Body,
         told: Mapping[int, Shardings],
-        sharing: Sharing,
+        body_rings: BodyRings,
         mesh: Mesh,
         owner: bool = False,
     ):
-        self.body, self.told, self.sharing, self.mesh, self.owner = body, told, sharing, mesh, owner
+        self.body, self.told, self.body_rings, self.mesh, self.owner = (
+            body,
+            told,
+            body_rings,
+            mesh,
+            owner,
+        )
         self.dot = dot_on(mesh)
         self.operands: list[Spec] = [()] * (2 * len(body.dots))
         self.specs: dict[Any, Spec] = {}  # of results, by variable
@@ -104,7 +110,7 @@ class _Writer:
     def group(self, wishes: Sequence[Wish]) -> LocalGroup:
         wished = {wish: self.ring_that_keeps(wish) for wish in wishes}
         dots = {dot.position: dot for dot in self.body.dots}
-        for step in self.sharing.in_order(self.body):
+        for step in self.body_rings.in_order(self.body):
             if isinstance(step, Ring):
                 self.ring(step)
             elif isinstance(step, Member):
@@ -115,7 +121,7 @@ class _Writer:
                 self.sum(self.body.eqns[step])
         results = tuple(self.specs[v] for v in self.body.outvars)
         # A wish is fulfilled by a ring, or where XLA gathers the operand for this operation too.
-        given = {w: r.whole if r else w.operand for w, r in wished.items()}
+        given = {w: r.gathered if r else w.operand for w, r in wished.items()}
         fulfilled = tuple(w for w in wishes if wished[w] or self.operands[w.operand] == w.spec)
         outputs = (*self.body.outvars, *(given[w] for w in fulfilled))
         return LocalGroup(tuple(self.operands), results, fulfilled, outputs, tuple(self.steps))
@@ -124,8 +130,8 @@ class _Writer:
         """Return the ring that gathers an operand as a later operation wants it, and keeps it."""
         dot = self.body.dots[wish.operand // 2]
         whole = Value(dot.eqn.invars[wish.operand % 2], wish.spec)
-        for ring in self.sharing.arriving(whole):
-            if ring in self.sharing.rings and ring.can_keep():
+        for ring in self.body_rings.arriving(whole):
+            if ring in self.body_rings.rings and ring.can_keep():
                 ring.keep = True
                 return ring
         return None
@@ -139,8 +145,8 @@ class _Writer:
         for result, member in zip(results, ring.members, strict=False):
             self.specs[result] = member.ring_layout.out
         if ring.keep:
-            self.kept.add(ring.whole)
-            results.append(ring.whole)
+            self.kept.add(ring.gathered)
+            results.append(ring.gathered)
         reads = [2 * member.dot.index + SIDES.index(side) for member, side in ring.reads]
 
         def step(values: Values, operands: Sequence[Array]) -> None:

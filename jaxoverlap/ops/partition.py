@@ -84,8 +84,8 @@ def _partitioned(
     terms = _terms(mesh, by_copy)
     (body,) = bodies(group.jaxpr(_unspread(group, avals)))
     told = _shardings(group, operands, results)
-    entries, sharings = decide([body], told, terms)
-    made = local_group(body, told, sharings[body.index], wishes, mesh)
+    entries, rings_by_body = decide([body], told, terms)
+    made = local_group(body, told, rings_by_body[body.index], wishes, mesh)
     structs = specs.local_structs(mesh, avals, made.operands)
     return made, specs.trace_on(mesh, made, structs), entries
 

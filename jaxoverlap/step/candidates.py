@@ -249,7 +249,7 @@ class _Candidates:
 
     def _by_bytes(self) -> Decided:
         first = self._decided(self._terms)
-        where = {} if self._step.explicit else points(first.sharings.values())
+        where = {} if self._step.explicit else points(first.rings_by_body.values())
         if not where:
             return first
         scattered = explained(self._with_sums_scattered(where, by_price=False), first)
@@ -263,7 +263,7 @@ class _Candidates:
         module = step.partitioned(edited.jaxpr, ask=False).module
         left = partitioner_collectives(module, dict(step.mesh.shape))
         others = (*left, *edited.facts.get(ScatterLookup, ()))
-        return exposure(decided.sharings.values(), others, self._terms.costs)
+        return exposure(decided.rings_by_body.values(), others, self._terms.costs)
 
     # -- by price -----------------------------------------------------------------------------
 
@@ -345,7 +345,7 @@ class _Candidates:
             sites = (entry.site for entry in first.entries)
             alone = dict.fromkeys(sites, "the step is faster without")
             yield self._decided(self._terms, alone), False
-        if where := points(every.sharings.values()):
+        if where := points(every.rings_by_body.values()):
             yield self._with_sums_scattered(where, by_price=True), False
 
     def _gathered_ahead(self) -> Iterator[tuple[Decided, bool]]:
@@ -364,10 +364,12 @@ class _Candidates:
         """Return a step's seconds, and terms with the exposed time of undecomposed collectives."""
         assert self._terms.prices is not None
         estimated = self._step.estimate(spmd)
-        beside = collectives_of_sites(spmd.module)
+        positions_of = collectives_of_sites(spmd.module)
 
         def exposed_s(ring: Ring) -> float | None:
-            positions = {position for m in ring.members for position in beside.get(m.dot.index, ())}
+            positions = {
+                position for m in ring.members for position in positions_of.get(m.dot.index, ())
+            }
             if not positions:
                 return None
             waited_s = sum(estimated.waited_s.get(position, 0.0) for position in positions)
@@ -415,7 +417,7 @@ class _Candidates:
 
 def _axis_by_axis(first: Decided) -> Iterator[dict[int, str]]:
     """Yield for each axis the matmuls whose rings run along it, if there are several axes."""
-    rings = [ring for sharing in first.sharings.values() for ring in sharing.rings]
+    rings = [ring for body_rings in first.rings_by_body.values() for ring in body_rings.rings]
     axes = dict.fromkeys(ring.axis for ring in rings)
     for axis in axes if len(axes) > 1 else ():
         yield {
@@ -432,12 +434,14 @@ def _axis_by_axis(first: Decided) -> Iterator[dict[int, str]]:
 def _decided(step: EditedStep, shardings: Mapping[Any, Shardings], terms: Terms) -> Decided:
     """Decide on every matmul of a step, given the shardings."""
     all_bodies = bodies(step.jaxpr)
-    entries, sharings = decide(all_bodies, shardings, terms)
+    entries, rings_by_body = decide(all_bodies, shardings, terms)
     known = [] if terms.explicit else lookups(all_bodies, shardings, step.mesh, terms.costs)
     edits: list[Edit] = [lookup.edit for lookup in known]
-    for sharing in sharings.values():
-        edits += edits_of(sharing)
-    automatic = {n: sharing for n, sharing in sharings.items() if sharing.manual is None}
+    for body_rings in rings_by_body.values():
+        edits += edits_of(body_rings)
+    automatic = {
+        n: body_rings for n, body_rings in rings_by_body.items() if body_rings.manual is None
+    }
     return Decided(entries, automatic, tuple(edits))
 
 

@@ -43,8 +43,8 @@ def made_for(call: jits.Call, mesh: Mesh, cluster: Cluster | None) -> MadeFor:
         cluster: the mesh's GPUs, if named.
     """
     params, jaxpr = call.params, call.params["jaxpr"]
-    arguments = tuple(map(_lies, jaxpr.invars, argument_shardings(call)))
-    results = tuple(map(_lies, jaxpr.outvars, params["out_shardings"]))
+    arguments = tuple(map(_type_and_sharding, jaxpr.invars, argument_shardings(call)))
+    results = tuple(map(_type_and_sharding, jaxpr.outvars, params["out_shardings"]))
     step = (fingerprint(jaxpr), arguments, results, params["donated_invars"], params["keep_unused"])
     known = cluster or cluster_of(mesh)
     kinds = zip(mesh.axis_names, mesh.axis_types, strict=True)
@@ -73,22 +73,22 @@ def _version(package: str) -> str:
         return "not installed"
 
 
-def _lies(var: Any, sharding: Any) -> str:
+def _type_and_sharding(var: Any, sharding: Any) -> str:
     """Write a value's type, and the mesh axes on its dims: "float32[16, 32@model]"."""
     aval = var.aval
     if not hasattr(aval, "shape"):
         return compat.type_text(var)
     dims = [str(size) for size in aval.shape]
-    beside = ""
+    memory = ""
     if isinstance(sharding, NamedSharding):
         for d, axes in enumerate(sharding.spec):
             if axes is not None:
                 dims[d] += f"@{'+'.join(axes) if isinstance(axes, tuple) else axes}"
-        beside = " ".join(filter(None, ("", memory_text(sharding))))
+        memory = " ".join(filter(None, ("", memory_text(sharding))))
     elif dims:  # where a number lies is of no account
         named = isinstance(sharding, jax.sharding.Sharding)
-        beside = f", {type(sharding).__name__}" if named else ", anywhere"
-    return f"{'weak ' * aval.weak_type}{aval.dtype}[{', '.join(dims)}]{beside}"
+        memory = f", {type(sharding).__name__}" if named else ", anywhere"
+    return f"{'weak ' * aval.weak_type}{aval.dtype}[{', '.join(dims)}]{memory}"
 
 
 def cluster_for(plan: Plan, mesh: Mesh) -> Cluster | None:

@@ -73,9 +73,9 @@ def _in_parts(step: StepContext, unringed: StepCandidate, parts: int, unroll: in
     try:
         split = evaluated(step, StepCandidate(apply(edited, [ShareViews()])))
     except RewriteError as error:
-        return _left(unringed, record, str(error))
+        return _not_split(unringed, record, str(error))
     if split.why_not:
-        return _left(unringed, record, split.why_not)
+        return _not_split(unringed, record, split.why_not)
     spmd = replace(split.spmd, shardings=shardings)
     least = least_matmul(unringed.jaxpr, edited.jaxpr, shardings, parts, step.mesh.shape)
     record = msgspec.structs.replace(
@@ -111,7 +111,7 @@ def _as_in(shardings: Mapping[Any, Shardings], jaxpr: Any, mesh: Mesh) -> list[P
     ]
 
 
-def _left(unringed: StepCandidate, record: Halves, why_not: str) -> StepCandidate:
+def _not_split(unringed: StepCandidate, record: Halves, why_not: str) -> StepCandidate:
     """Return the step without a batch split, with the reason."""
     return replace(unringed, halves=msgspec.structs.replace(record, why_not=why_not))
 
@@ -121,31 +121,31 @@ def _split(
 ) -> tuple[EditedStep, Halves]:
     """Split the batch dim that most matmuls have, if each device holds enough of it."""
 
-    def left(why_not: str) -> tuple[EditedStep, Halves]:
+    def not_split(why_not: str) -> tuple[EditedStep, Halves]:
         return unringed.edited, Halves(parts=parts, why_not=why_not)
 
     if not step.outermost:  # who differentiates it would miss derivatives of the user's own
-        return left("it is called under grad, vmap or jit")
+        return not_split("it is called under grad, vmap or jit")
     if step.explicit:  # there each type says how its value is sharded
-        return left(f"mesh axes {', '.join(step.explicit)} are explicit")
+        return not_split(f"mesh axes {', '.join(step.explicit)} are explicit")
     dims, sizes = DimNames(unringed.jaxpr), dict(step.mesh.shape)
     candidates = list(batch_dims(unringed.jaxpr, dims, unringed.spmd.shardings, sizes))
-    rows = next((r for r in candidates if r.divides(parts)), None)
-    if rows is None:
-        return left(_none_divides(step.jaxpr, dims, candidates))
-    site, operand, dim = rows.found_at(unringed.jaxpr, dims)
+    batch = next((r for r in candidates if r.divides(parts)), None)
+    if batch is None:
+        return not_split(_none_divides(step.jaxpr, dims, candidates))
+    site, operand, dim = batch.found_at(unringed.jaxpr, dims)
     edit = SplitBatch(
-        site=site, operand=operand, dim=dim, parts=parts, shards=rows.shards, unroll=unroll
+        site=site, operand=operand, dim=dim, parts=parts, shards=batch.shards, unroll=unroll
     )
     try:
         edited = apply(unringed.edited, [edit])
     except HostMemoryError as error:
-        return left(str(error))
+        return not_split(str(error))
     halved = edited.facts[SplitBatch]
     return edited, Halves(
         parts=parts,
-        rows=_named(step.jaxpr, dims, rows),
-        shards=rows.shards,
+        rows=_named(step.jaxpr, dims, batch),
+        shards=batch.shards,
         unroll=halved.unroll,
         mixing=tuple(dict.fromkeys(map(described, halved.mixing))),
     )
@@ -155,9 +155,9 @@ def _none_divides(jaxpr: Any, dims: DimNames, candidates: list[BatchDim]) -> str
     """Say why none of the batch dims is split."""
     if not candidates:
         return "no dim of the batch is one that most matmuls have"
-    held = (f"{_named(jaxpr, dims, rows)} has {rows.held}" for rows in candidates)
-    return f"a device's rows do not divide: {', '.join(held)}"
+    sizes = (f"{_named(jaxpr, dims, batch)} has {batch.held}" for batch in candidates)
+    return f"a device's rows do not divide: {', '.join(sizes)}"
 
 
-def _named(jaxpr: Any, dims: DimNames, rows: BatchDim) -> str:
-    return next(iter(examples(jaxpr, dims, [rows.name])), "a dim of no argument")
+def _named(jaxpr: Any, dims: DimNames, batch: BatchDim) -> str:
+    return next(iter(examples(jaxpr, dims, [batch.name])), "a dim of no argument")

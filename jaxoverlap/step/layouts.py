@@ -60,9 +60,9 @@ def with_layouts(
         layouts, edits = step.once(
             ("layouts", mode), lambda: _searched(evaluator, cost, mode, overlapped_s)
         )
-    candidate = evaluator.at(edits)
+    candidate = evaluator.sharded(edits)
     if edits and (changed(step.plain, candidate.spmd) or _astray(candidate.spmd, step.mesh)):
-        return evaluator.at(())
+        return evaluator.sharded(())
     return replace(candidate, layouts=layouts)
 
 
@@ -77,7 +77,7 @@ class _Evaluator:
         """Return the step with edits; its results keep the shardings of the plain step."""
         return apply(self.step.edited, in_order([*edits, *self._results]))
 
-    def at(self, edits: Sequence[Edit]) -> StepCandidate:
+    def sharded(self, edits: Sequence[Edit]) -> StepCandidate:
         """Edit the step and partition it, which gives the shardings of its matmuls."""
 
         def partitioned() -> StepCandidate:
@@ -125,8 +125,8 @@ def _searched(
     if not aborting:
         search.run(starts(step.jaxpr, step.edited.arguments, dims, sizes))
     if len(rivals := search.rivals(RIVAL_LAYOUTS[mode])) > 1:
-        search.best = min(rivals, key=lambda c: overlapped_s(evaluator.at(_pins(c.pins))))
-    search.leave_out({site: lies.out for site, lies in plain.shardings.items()})
+        search.best = min(rivals, key=lambda c: overlapped_s(evaluator.sharded(_pins(c.pins))))
+    search.leave_out({site: shardings.out for site, shardings in plain.shardings.items()})
     if mode == "advise":
         search.thin_out(most)
     layouts = _record(step.jaxpr, search, cost.cluster.chip.memory_bytes)
@@ -253,4 +253,4 @@ def _astray(spmd: SpmdProgram, mesh: Mesh) -> str:
     if sum(size > 1 for size in mesh.shape.values()) < _WRONG_FROM:
         return ""
     permuted = list(permuted_matmuls(spmd.module))
-    return f"XLA would permute values beside {len(permuted)} matmuls" if permuted else ""
+    return f"XLA would permute values next to {len(permuted)} matmuls" if permuted else ""

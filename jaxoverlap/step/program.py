@@ -179,14 +179,14 @@ def _rewritten(call: jits.Call, options: Options) -> StepProgram:
 def _arrived(call: jits.Call, done: PassResult, options: Options) -> StepProgram:
     """Make the program of a step from the result of its passes."""
     params, name = call.params, call.name
-    own, compiled_with = _xla_options(done, dict(params["compiler_options_kvs"]), options)
+    added, compiled_with = _xla_options(done, dict(params["compiler_options_kvs"]), options)
     ordering = _ordering(name, done, options) if is_gpu(done.step.mesh) else None
-    at = ordering and ordering.options
-    asked = options.plan is not None or getattr(options.granularity, "style", "") == "plain"
+    scheduler = ordering and ordering.options
+    requested = options.plan is not None or getattr(options.granularity, "style", "") == "plain"
     plan = msgspec.structs.replace(
         done.plan,
-        xla_options=own,
-        schedule=at and Schedule(**dataclasses.asdict(at)),
+        xla_options=added,
+        schedule=scheduler and Schedule(**dataclasses.asdict(scheduler)),
     )
     ours = jits.with_jaxpr(params, done.jaxpr, compiled_with)
     return StepProgram(
@@ -197,7 +197,7 @@ def _arrived(call: jits.Call, done: PassResult, options: Options) -> StepProgram
         cluster=done.step.cluster,
         ordering=ordering,
         agreement=_agreement(plan, done, dict(ours["compiler_options_kvs"]), ordering, options),
-        notice=None if asked or plan.edits else not_rewritten(name, plan),
+        notice=None if requested or plan.edits else not_rewritten(name, plan),
         cost=done.step.cost,
         undecided=bool(done.step.cost and options.never_slower and not options.plan)
         and is_gpu(done.step.mesh),
@@ -206,9 +206,9 @@ def _arrived(call: jits.Call, done: PassResult, options: Options) -> StepProgram
 
 def as_it_is(call: jits.Call, mesh: Mesh) -> StepProgram:
     """Return the step not rewritten, by XLA's defaults, with the options that a pod needs."""
-    here = pods.compiler_options() if pods.is_pod(mesh) else {}
+    pod_options = pods.compiler_options() if pods.is_pod(mesh) else {}
     params = call.params
-    return StepProgram(None, jits.with_jaxpr(params, params["jaxpr"], here), params, params)
+    return StepProgram(None, jits.with_jaxpr(params, params["jaxpr"], pod_options), params, params)
 
 
 def _plain(params: dict[str, Any]) -> StepProgram:
@@ -221,7 +221,7 @@ def _xla_options(
 ) -> tuple[dict[str, str], dict[str, str]]:
     """Return the options that a plan names beyond the user's own, and these with a pod's."""
     plan, cut = done.plan, done.plan.cut
-    here = pods.compiler_options() if pods.is_pod(done.step.mesh) else {}
+    pod_options = pods.compiler_options() if pods.is_pod(done.step.mesh) else {}
     chosen = plan.xla_options
     if options.plan is None:
         usual = options_for(
@@ -233,17 +233,17 @@ def _xla_options(
             nvlink_stream=plan.streams is not None and plan.streams.are_two,
             joined_bytes=plan.joined_bytes,
         )
-        chosen = {name: value for name, value in usual.items() if name not in here}
-    own = {name: value for name, value in chosen.items() if name not in users}
-    return own, {**own, **here}
+        chosen = {name: value for name, value in usual.items() if name not in pod_options}
+    added = {name: value for name, value in chosen.items() if name not in users}
+    return added, {**added, **pod_options}
 
 
 def _ordering(name: str, done: PassResult, options: Options) -> SchedulerPass | None:
     """Return the scheduler pass, where XLA's GPU compiler makes the schedule."""
     schedule = options.schedule
     if options.plan is not None:
-        at = options.plan.schedule
-        schedule = at and Scheduler(**msgspec.structs.asdict(at))
+        wanted = options.plan.schedule
+        schedule = wanted and Scheduler(**msgspec.structs.asdict(wanted))
     if schedule is not None and done.step.cost is None:
         warn(
             f"{name} is left in XLA's order: there is no cost model of its GPUs "
@@ -341,8 +341,8 @@ def _failed(call: jits.Call, error: Exception, *, plain: bool) -> Agreement | No
         processes = processes_of(mesh_of(call))
     except ValueError:
         return None
-    said = f"{type(error).__name__}: {error}"
-    return Agreement(call.name, processes, failed=said, plain=plain) if processes else None
+    failure = f"{type(error).__name__}: {error}"
+    return Agreement(call.name, processes, failed=failure, plain=plain) if processes else None
 
 
 def agree(program: StepProgram, options: Options) -> StepProgram:

@@ -33,7 +33,7 @@ _MERGES = (
 )
 _MOST_MERGED = 1 << 30  # as MaxText's scripts have them
 # In this order they are tried: from what changes the schedule least.
-_WAYS = {
+_VARIANTS = {
     "all_gather_matmul": ("two_way", "one_way", "one_way x 2", "sliced x 2", "plain"),
     "matmul_reduce_scatter": ("direct", "one_way", "two_way", "sliced x 2", "plain"),
     "matmul_all_reduce": ("direct", "one_way", "two_way", "plain"),
@@ -80,43 +80,50 @@ def seeds(
     model = model or GranularityModel()
     for_all_rings = list[Candidate]()
     if (every := model.every) is not None:
-        cuts = enumerate(model.plans(_PLANS), 1)
-        for_all_rings += [Candidate(f"lagom {place}", in_ways(every, cut)) for place, cut in cuts]
+        granularities = enumerate(model.plans(_PLANS), 1)
+        for_all_rings += [
+            Candidate(f"lagom {number}", with_variants(every, granularity))
+            for number, granularity in granularities
+        ]
     none = dict.fromkeys((ring.site for ring in rules.rings), Variant("plain"))
-    for_all_rings += [Candidate("no rings", in_ways(rules, none))] if none else []
+    for_all_rings += [Candidate("no rings", with_variants(rules, none))] if none else []
     if rules.prefetched and not rules.cut:
         for_all_rings.append(Candidate("fsdp in rings", replace(base, fsdp="ring")))
-    dear = [s for s in rules.skips if s.left_plain]
-    others = list(_others(rules, [s.site for s in dear], model.rings))
-    waits = trial is None or sum(exposed_s(s, trial) for s in dear) > WORTH_MOVING * trial.step_s
+    not_ringed = [s for s in rules.skips if s.left_plain]
+    others = list(_others(rules, [s.site for s in not_ringed], model.rings))
+    waits = (
+        trial is None or sum(exposed_s(s, trial) for s in not_ringed) > WORTH_MOVING * trial.step_s
+    )
     return [*others, *for_all_rings] if waits else [*for_all_rings, *others]
 
 
-def settings(at: Candidate, plan: Plan) -> list[Candidate]:
+def settings(candidate: Candidate, plan: Plan) -> list[Candidate]:
     """Vary the settings that hold for all rings: memory for the scheduler pass, XLA's options.
 
     Args:
-        at: the candidate whose plan it is.
+        candidate: the candidate whose plan it is.
         plan: the plan.
     """
     variations = []
     if plan.schedule:
         roomy = structs.replace(plan.schedule, slack=_SLACK)
         variations.append((f"slack {_SLACK}", structs.replace(plan, schedule=roomy)))
-    rest = {k: v for k, v in plan.xla_options.items() if k not in _MERGES}
-    if rest != plan.xla_options:
-        variations.append(("XLA merges", structs.replace(plan, xla_options=rest)))
+    unmerged = {k: v for k, v in plan.xla_options.items() if k not in _MERGES}
+    if unmerged != plan.xla_options:
+        variations.append(("XLA merges", structs.replace(plan, xla_options=unmerged)))
         most = dict.fromkeys(_MERGES, str(_MOST_MERGED))
-        variations.append(("merges to 1 GiB", structs.replace(plan, xla_options=rest | most)))
-    return [Candidate(f"{at.name}, {name}", changed) for name, changed in variations]
+        variations.append(("merges to 1 GiB", structs.replace(plan, xla_options=unmerged | most)))
+    return [Candidate(f"{candidate.name}, {name}", changed) for name, changed in variations]
 
 
-def _others(rules: Plan, dear: Sequence[int], rings: Mapping[int, MakeRing]) -> Iterator[Candidate]:
+def _others(
+    rules: Plan, not_ringed: Sequence[int], rings: Mapping[int, MakeRing]
+) -> Iterator[Candidate]:
     """Yield candidates with rings or slices for the matmuls that the rules do not decompose."""
-    if not rings.keys().isdisjoint(dear):
-        for name, way in (("all rings", "one_way"), *((f"others {w}", w) for w in _IN_SLICES)):
-            every = dict.fromkeys(dear, Variant.parse(way))
-            yield Candidate(name, in_ways(rules, every, rings))
+    if not rings.keys().isdisjoint(not_ringed):
+        for name, variant in (("all rings", "one_way"), *((f"others {w}", w) for w in _IN_SLICES)):
+            every = dict.fromkeys(not_ringed, Variant.parse(variant))
+            yield Candidate(name, with_variants(rules, every, rings))
 
 
 def ways(base: Options) -> list[Candidate]:
@@ -141,22 +148,22 @@ def moves(
         tried: matmul ids and variants that need no second try.
         model: prices what cutting a ring costs.
     """
-    priced: list[tuple[float, float, Candidate]] = []
-    for entry, ways in _movable(plan, model.rings):
+    ranked: list[tuple[float, float, Candidate]] = []
+    for entry, variants in _movable(plan, model.rings):
         waited = exposed_s(entry, trial)
-        way = next((w for w in ways if (entry.site, w) not in tried), None)
-        if way is not None and waited > WORTH_MOVING * trial.step_s:
+        variant = next((w for w in variants if (entry.site, w) not in tried), None)
+        if variant is not None and waited > WORTH_MOVING * trial.step_s:
             now = entry.variant if isinstance(entry, Decision) else Variant("plain")
-            to = Variant.parse(way)
+            to = Variant.parse(variant)
             lost = model.lost_per_second(entry.site, now, to, waited)
-            name = f"{entry.source} ({entry.site}) {way}"
+            name = f"{entry.source} ({entry.site}) {variant}"
             changes = {entry.site: to}
-            moved = in_ways(plan, changes, model.rings)
-            priced.append((lost, -waited, Candidate(name, moved, changes)))
-    return [candidate for _, _, candidate in sorted(priced, key=lambda one: one[:2])]
+            moved = with_variants(plan, changes, model.rings)
+            ranked.append((lost, -waited, Candidate(name, moved, changes)))
+    return [candidate for _, _, candidate in sorted(ranked, key=lambda one: one[:2])]
 
 
-def with_rows_of(base: Options, plan: Plan) -> Options:
+def with_batch_split_of(base: Options, plan: Plan) -> Options:
     """Return options with a plan's batch split: matmul ids count the matmuls of all parts."""
     cut = plan.cut
     return replace(base, halves=cut and cut.parts, unroll=cut.unroll if cut else 1)
@@ -173,18 +180,18 @@ def rows(base: Options, rules: Plan) -> list[Candidate]:
         return []
     candidates = []
     if rules.cut:
-        whole = replace(base, halves=None, unroll=1)
-        candidates.append(Candidate("whole rows", whole, step_s=rules.halves.whole_s))
+        unsplit = replace(base, halves=None, unroll=1)
+        candidates.append(Candidate("no batch split", unsplit, step_s=rules.halves.whole_s))
     for parts, unroll in _CUTS:
         if (parts, unroll) != (base.halves, base.unroll):
             name = f"{parts} parts" + (f", unrolled {unroll} times" if unroll > 1 else "")
-            cut = replace(base, halves=parts, unroll=unroll, rings=False)
-            candidates.append(Candidate(name, cut))
+            split = replace(base, halves=parts, unroll=unroll, rings=False)
+            candidates.append(Candidate(name, split))
     return candidates
 
 
-def in_ways(
-    plan: Plan, ways: Mapping[int, Variant], rings: Mapping[int, MakeRing] | None = None
+def with_variants(
+    plan: Plan, variants: Mapping[int, Variant], rings: Mapping[int, MakeRing] | None = None
 ) -> Plan:
     """Return a plan with the variants of some rings changed, or with those rings removed.
 
@@ -194,31 +201,31 @@ def in_ways(
             decompose it.
         rings: the rings that there could be, for those that the plan has not.
     """
-    gone = {site for site, way in ways.items() if way.style == "plain"}
-    kept, taken = list[MakeRing | ReadGathered](), set[int]()
+    gone = {site for site, variant in variants.items() if variant.style == "plain"}
+    rings_kept, taken = list[MakeRing | ReadGathered](), set[int]()
     for edit in plan.rings:
         if edit.site not in gone:
-            kept.append(_travelling(edit, ways.get(edit.site, edit.variant)))
+            rings_kept.append(_with_variant(edit, variants.get(edit.site, edit.variant)))
             taken.update(matmul.site for matmul in edit.matmuls)
-    for site, way in ways.items():
+    for site, variant in variants.items():
         new = (rings or {}).get(site)
         if new and site not in gone and taken.isdisjoint(matmul.site for matmul in new.matmuls):
-            kept.append(_travelling(new, way))
+            rings_kept.append(_with_variant(new, variant))
             taken.update(matmul.site for matmul in new.matmuls)
-    left = {edit.site for edit in kept if isinstance(edit, MakeRing)}
+    sites = {edit.site for edit in rings_kept if isinstance(edit, MakeRing)}
     for edit in plan.edits:
         if isinstance(edit, ReadGathered) and edit.matmul.site not in taken:
-            still = tuple(site for site in edit.rings if site in left)
+            still = tuple(site for site in edit.rings if site in sites)
             if still or edit.matmul.moves:
-                kept.append(structs.replace(edit, rings=still))
+                rings_kept.append(structs.replace(edit, rings=still))
     others = [e for e in plan.edits if not isinstance(e, MakeRing | ReadGathered | ShareViews)]
     ahead = [e for e in others if isinstance(e, GatherAhead)]
     before = [e for e in others if not isinstance(e, GatherAhead)]
-    return structs.replace(plan, plain=False, edits=(*before, *kept, *ahead, ShareViews()))
+    return structs.replace(plan, plain=False, edits=(*before, *rings_kept, *ahead, ShareViews()))
 
 
-def _travelling(ring: MakeRing, way: Variant) -> MakeRing:
-    fits, _ = variant_of(ring.kind, way.slices, way)
+def _with_variant(ring: MakeRing, variant: Variant) -> MakeRing:
+    fits, _ = variant_of(ring.kind, variant.slices, variant)
     return structs.replace(ring, variant=fits)
 
 
@@ -231,12 +238,12 @@ def _movable(
             if entry.left_plain and entry.site in rings:
                 yield entry, _LEFT
         elif entry.site == entry.ring and entry.num_chunks > 1:
-            yield entry, tuple(w for w in _WAYS[entry.kind] if w != str(entry.variant))
+            yield entry, tuple(w for w in _VARIANTS[entry.kind] if w != str(entry.variant))
 
 
 def exposed_s(entry: Decision | Skip, trial: Trial) -> float:
     """Sum the seconds that kernels wait for a ring; or, without a ring, at its source line."""
     name = f".{entry.site}"
     hops = [w.exposed_s for w in trial.waited if w.ring.endswith(name)]
-    own = [w.exposed_s for w in trial.waited if not w.ring and w.source == entry.source]
-    return sum(hops) if hops else sum(own)
+    at_line = [w.exposed_s for w in trial.waited if not w.ring and w.source == entry.source]
+    return sum(hops) if hops else sum(at_line)

@@ -36,12 +36,12 @@ from jaxoverlap.tuning.candidates import (
     PLAIN,
     RULES,
     Candidate,
-    in_ways,
     moves,
     rows,
     seeds,
     settings,
-    with_rows_of,
+    with_batch_split_of,
+    with_variants,
 )
 from jaxoverlap.tuning.lagom.granularity import GranularityModel
 from jaxoverlap.tuning.target import Look, Lower, Ready
@@ -124,16 +124,16 @@ class Search:
         model = GranularityModel()
         if rules.plan is not None:
             plan = rules.plan
-            self.base = with_rows_of(self.base, plan)
+            self.base = with_batch_split_of(self.base, plan)
             known = rules.result if isinstance(rules.result, Trial) else None
             model = self.model(rules) if known else model
-            whole = [*seeds(self.base, plan, known, model), *rows(self.base, plan)]
+            full_plans = [*seeds(self.base, plan, known, model), *rows(self.base, plan)]
             looks = self._looking(moves(plan, known, (), model) if known else [])
-            self._try(self._worth_compiling(Candidate(RULES, plan), whole), meanwhile=looks)
+            self._try(self._worth_compiling(Candidate(RULES, plan), full_plans), meanwhile=looks)
             for candidate, plan in self._fastest_plans():
                 self._try(settings(candidate, plan), meanwhile=looks)
-        cut = any(isinstance(t.result, Failure) and t.result.again for t in self.tried)
-        self.complete = self._refine(model) and not cut and time.monotonic() < self.deadline
+        interrupted = any(isinstance(t.result, Failure) and t.result.again for t in self.tried)
+        self.complete = self._refine(model) and not interrupted and time.monotonic() < self.deadline
         return self.best
 
     def _fastest_plans(self) -> list[tuple[Candidate, Plan]]:
@@ -159,23 +159,25 @@ class Search:
             batch = self._promising(Candidate(best.candidate.name, best.plan), following, seen)
             if not batch:
                 return True
-            seen |= {(site, str(way)) for c in batch for site, way in c.changes.items()}
+            seen |= {(site, str(variant)) for c in batch for site, variant in c.changes.items()}
             looks = self._looking([c for c in following if c not in batch])
             tried = self._try(batch, meanwhile=looks)
             better = [t for t in tried if self._key(t) < self._key(best)]
             if len(better) > 1:
                 self._try([_together(best.plan, better, model)])
 
-    def _worth_compiling(self, at: Candidate, candidates: Sequence[Candidate]) -> list[Candidate]:
+    def _worth_compiling(
+        self, rules: Candidate, candidates: Sequence[Candidate]
+    ) -> list[Candidate]:
         """Return the candidates that may be the fastest by estimate, the fastest first.
 
         Those without an estimate come last: only a compile can tell.
 
         Args:
-            at: the rules' own, which the others are held against.
+            rules: the rules' own, which the others are held against.
             candidates: the candidates, all of which are looked at if there is time.
         """
-        estimated = [(self._look(at), at)]
+        estimated = [(self._look(rules), rules)]
         for candidate in candidates:
             if time.monotonic() >= self.deadline:
                 break
@@ -185,20 +187,20 @@ class Search:
         return [c for _, c in sorted(near, key=lambda one: one[0])]
 
     def _promising(
-        self, at: Candidate, following: Sequence[Candidate], seen: set[tuple[int, str]]
+        self, base_candidate: Candidate, following: Sequence[Candidate], seen: set[tuple[int, str]]
     ) -> list[Candidate]:
         """Return the moves to compile next: by estimate the fastest of those looked at.
 
         Moves that are slower than the best so far are noted in `seen` and never compiled.
         """
-        here_s, promising = self._look(at), list[tuple[float, Candidate]]()
+        here_s, promising = self._look(base_candidate), list[tuple[float, Candidate]]()
         for candidate in following:
             known = candidate.key in self.looked
             if len(promising) >= self.workers and not known:
                 continue
             step_s = self._look(candidate)
             if here_s and step_s and step_s > here_s * SLOWER_MOVE:
-                seen |= {(site, str(way)) for site, way in candidate.changes.items()}
+                seen |= {(site, str(variant)) for site, variant in candidate.changes.items()}
             else:
                 promising.append((step_s or math.inf, candidate))
             if time.monotonic() >= self.deadline:
@@ -218,10 +220,10 @@ class Search:
 
     def _looking(self, candidates: Sequence[Candidate]) -> Callable[[], bool]:
         """Return what looks at the next of some candidates; False if there is none, or no time."""
-        rest = iter(candidates[: _AHEAD * self.workers])
+        remaining = iter(candidates[: _AHEAD * self.workers])
 
         def look() -> bool:
-            candidate = next(rest, None)
+            candidate = next(remaining, None)
             if candidate is None or time.monotonic() >= self.deadline:
                 return False
             self._look(candidate)
@@ -269,10 +271,10 @@ class Search:
 
     def _attempt(self, request: Request, deadline: float) -> Trial | Failure | None:
         """Compile a candidate in a child; return None if it could not begin in time."""
-        left = deadline - time.monotonic()
-        if left <= 0:
+        remaining_s = deadline - time.monotonic()
+        if remaining_s <= 0:
             return None
-        return attempt(request, self.kept, min(left, _TIMEOUT_S), self.kernels)
+        return attempt(request, self.kept, min(remaining_s, _TIMEOUT_S), self.kernels)
 
     def _lowered(self, candidate: Candidate) -> Ready | Failure:
         """Lower a candidate; one that cannot be rewritten fails, but the rules' error is raised."""
@@ -301,6 +303,6 @@ class Search:
 
 def _together(plan: Plan, better: Sequence[Tried], model: GranularityModel) -> Candidate:
     """Combine all moves that helped in one candidate."""
-    changes = {site: way for t in better for site, way in t.candidate.changes.items()}
+    changes = {site: variant for t in better for site, variant in t.candidate.changes.items()}
     name = " + ".join(t.candidate.name for t in better)
-    return Candidate(name, in_ways(plan, changes, model.rings), changes)
+    return Candidate(name, with_variants(plan, changes, model.rings), changes)

@@ -21,7 +21,7 @@ from jaxoverlap.plan.plan import Attempt, Measured, Nccl, Plan, Predictions
 from jaxoverlap.simulation.simulation import simulate
 from jaxoverlap.step.trial import Failure, Trial, schedule_of
 from jaxoverlap.tuning import clock
-from jaxoverlap.tuning.candidates import PLAIN, RULES, Candidate, seeds, ways, with_rows_of
+from jaxoverlap.tuning.candidates import PLAIN, RULES, Candidate, seeds, ways, with_batch_split_of
 from jaxoverlap.tuning.correction import Correction, correction
 from jaxoverlap.tuning.lagom.channels import CoTuned, co_tune
 from jaxoverlap.tuning.lagom.granularity import GranularityModel, granularity
@@ -150,7 +150,7 @@ def _model(target: TuningTarget, rules: Tried, trials: Path) -> GranularityModel
     """Model the step's possible rings, with all other kernels of its schedule by rules."""
     assert rules.request and rules.plan and target.cost
     step = simulate(schedule_of(rules.request, trials), target.cost)
-    sites, every = target.every(with_rows_of(target.base, rules.plan))
+    sites, every = target.every(with_batch_split_of(target.base, rules.plan))
     model = granularity(sites, rules.plan, step, target.cost)
     return replace(model, every=every)
 

@@ -34,7 +34,7 @@ from jaxoverlap.passes.planning.matmuls import (
     variant_of,
     why_unfit,
 )
-from jaxoverlap.passes.planning.ring_plan import Member, Ring, Sharing
+from jaxoverlap.passes.planning.ring_plan import BodyRings, Member, Ring
 from jaxoverlap.passes.planning.share import Specs, share
 from jaxoverlap.passes.planning.splits import ShardedMatmul
 from jaxoverlap.passes.planning.terms import Terms
@@ -44,7 +44,7 @@ from jaxoverlap.plan.decisions import Decision, Reason, Skip, Variant
 
 def decide(
     bodies: Sequence[Body], shardings: Mapping[int, Shardings], terms: Terms
-) -> tuple[tuple[Decision | Skip, ...], Mapping[int, Sharing]]:
+) -> tuple[tuple[Decision | Skip, ...], Mapping[int, BodyRings]]:
     """Decide on every matmul of a step.
 
     Args:
@@ -59,30 +59,30 @@ def decide(
         ValueError: if a request names a line without a matmul, or an unknown matmul id.
     """
     step = _Step(bodies, shardings, terms)
-    sharings = {body.index: _shared(body, step) for body in bodies if body.dots}
+    rings_by_body = {body.index: _shared(body, step) for body in bodies if body.dots}
     entries: dict[int, Decision | Skip] = {}
-    for sharing in sharings.values():
-        skipped = sharing.skipped.items()
+    for body_rings in rings_by_body.values():
+        skipped = body_rings.skipped.items()
         entries |= {index: skip_of(step.matmuls[index], why) for index, why in skipped}
-        entries |= decisions(sharing)
-    return tuple(entries[index] for index in sorted(entries)), sharings
+        entries |= decisions(body_rings)
+    return tuple(entries[index] for index in sorted(entries)), rings_by_body
 
 
-def _shared(body: Body, step: _Step) -> Sharing:
+def _shared(body: Body, step: _Step) -> BodyRings:
     """Choose which matmuls of a body share which ring, and how the pieces of each ring travel.
 
     Where a ring is rejected, the others may be shared in another way: the body is decided on again.
     """
-    rejected = step.terms.requests.left_plain
+    rejected = step.terms.requests.rejections
     while True:
-        sharing = step.shared(body, rejected)
+        body_rings = step.shared(body, rejected)
         lost: dict[int, Reason] = {}
-        for ring in sharing.rings:
+        for ring in body_rings.rings:
             ring.variant, ring.why = step.chosen(body, ring)
             if ring.variant.style == "plain":
                 lost |= {m.dot.index: Reason("not ringed", ring.why) for m in ring.members}
         if not lost:
-            return sharing
+            return body_rings
         rejected = rejected | lost
 
 
@@ -99,7 +99,7 @@ class _Step:
         names = {index: names_of(self.matmuls[index]) for index in sorted(self.matmuls)}
         terms.requests.check(names)
 
-    def shared(self, body: Body, rejected: Mapping[int, Reason]) -> Sharing:
+    def shared(self, body: Body, rejected: Mapping[int, Reason]) -> BodyRings:
         """Return the rings of a body, without those of rejected matmuls."""
         terms = self.terms
         if any(dot.manual for dot in body.dots):
@@ -112,9 +112,9 @@ class _Step:
     def read(self, rejected: Mapping[int, Reason], dot: Dot) -> ShardedMatmul | Reason:
         """Return a matmul with its sharding, or why it is not rewritten."""
         unread = self.terms.unread
-        left = Reason("no ring", unread) if unread else refusal(dot, self.terms.requests)
-        left = left or typed_otherwise(dot, self.terms.explicit)
-        return left or rejected.get(dot.index) or self._known(dot.index)
+        reason = Reason("no ring", unread) if unread else refusal(dot, self.terms.requests)
+        reason = reason or typed_otherwise(dot, self.terms.explicit)
+        return reason or rejected.get(dot.index) or self._known(dot.index)
 
     def beyond(self, dot: Dot) -> tuple[Specs, Specs, Specs]:
         """Return the shardings before and after the reshards around a matmul."""
@@ -124,10 +124,10 @@ class _Step:
     def chosen(self, body: Body, ring: Ring) -> tuple[Variant, str]:
         """Return a ring's variant, the requested or else the cheapest one, and the reason."""
         chunk, prices = ring.first.chunk(), self.terms.prices
-        if asked := self.terms.requests.variant(names_of(ring.members[0].dot)):
-            if asked.style == "plain":
-                return asked, "as chosen"
-            return variant_of(ring.kind, chunk, asked)
+        if requested := self.terms.requests.variant(names_of(ring.members[0].dot)):
+            if requested.style == "plain":
+                return requested, "as chosen"
+            return variant_of(ring.kind, chunk, requested)
         if ring.written:
             return variant_of(ring.kind, chunk, Variant())
         usual, _ = variant_of(ring.kind, chunk, _usual(ring, self.terms.costs))
@@ -167,33 +167,37 @@ def _usual(ring: Ring, costs: Mapping[str, float]) -> Variant:
 # -- what explain() shows -------------------------------------------------------------------------
 
 
-def decisions(sharing: Sharing) -> dict[int, Decision]:
+def decisions(body_rings: BodyRings) -> dict[int, Decision]:
     """Return the entries of the matmuls of a body that are rewritten, by their number."""
     entries = {
-        m.dot.index: _decision(sharing, ring, m) for ring in sharing.rings for m in ring.members
+        m.dot.index: _decision(body_rings, ring, m)
+        for ring in body_rings.rings
+        for m in ring.members
     }
-    entries |= {m.dot.index: _reads(m, sharing) for m in sharing.readers}
-    for dot, ring in sharing.late:
+    entries |= {m.dot.index: _reads(m, body_rings) for m in body_rings.readers}
+    for dot, ring in body_rings.late:
         moved = f"ring {ring.site}"
         entries[dot.index] = reader_entry(
             dot, ring=ring.site, axis=ring.axis, kind=ring.kind, moved=moved
         )
-    _charge_hoists(entries, sharing)
+    _charge_hoists(entries, body_rings)
     return entries
 
 
-def _decision(sharing: Sharing, ring: Ring, member: Member) -> Decision:
+def _decision(body_rings: BodyRings, ring: Ring, member: Member) -> Decision:
     """Make the entry of a matmul of a ring; that of the first one carries the ring's bytes."""
     layout, dot, leads = member.ring_layout, member.dot, member is ring.members[0]
     sent = traffic(layout)
     mine = ring.written.bytes_moved if ring.written else sent[ring.axis]
     shown = [s for s in layout.others if leads or ring.arrives]
-    others = [f"{s.axis} {s.motion.kind}, {human_bytes(sent[s.axis])}" for s in shown if s.motion]
+    others = [
+        f"{s.axis} {s.collective.kind}, {human_bytes(sent[s.axis])}" for s in shown if s.collective
+    ]
     why = ""
     if layout.others or member.hoists:
         why = f"{human_bytes(mine)} a run" + (", the most" if mine == max(sent.values()) else "")
     slices = ring.variant.slices
-    said = (why, ring.why) if leads else (f"shares ring {ring.site}",)
+    reasons = (why, ring.why) if leads else (f"shares ring {ring.site}",)
     return Decision(
         site=dot.index,
         ring=ring.site,
@@ -207,16 +211,16 @@ def _decision(sharing: Sharing, ring: Ring, member: Member) -> Decision:
         num_chunks=slices if ring.variant.style == "sliced" else slices * ring.axis_size,
         bytes_moved=mine * dot.runs if leads else 0,
         runs=dot.runs,
-        others=(*others, *sharing.left.get(dot.index, ())),
-        why=", ".join(filter(None, said)),
+        others=(*others, *body_rings.left.get(dot.index, ())),
+        why=", ".join(filter(None, reasons)),
     )
 
 
-def _reads(member: Member, sharing: Sharing) -> Decision:
+def _reads(member: Member, body_rings: BodyRings) -> Decision:
     """Make the entry of a matmul that has nothing left to gather."""
-    given = [[r for r in sharing.arriving(v) if r.keep] for v in (member.lhs, member.rhs)]
-    rings = [kept[-1] for kept in given if kept]
-    hoists = [sharing.hoisted[v] for v in (member.lhs, member.rhs) if v in sharing.hoisted]
+    keeping = [[r for r in body_rings.arriving(v) if r.keep] for v in (member.lhs, member.rhs)]
+    rings = [found[-1] for found in keeping if found]
+    hoists = [body_rings.hoisted[v] for v in (member.lhs, member.rhs) if v in body_rings.hoisted]
     sources = [f"ring {ring.site}" for ring in rings] + [
         f"the {h.kind} on {h.axis}" for h in hoists
     ]
@@ -228,9 +232,9 @@ def _reads(member: Member, sharing: Sharing) -> Decision:
     )
 
 
-def _charge_hoists(entries: dict[int, Decision], sharing: Sharing) -> None:
+def _charge_hoists(entries: dict[int, Decision], body_rings: BodyRings) -> None:
     """List each gather hoisted before the rings with the first matmul that reads its result."""
-    members = [*(m for ring in sharing.rings for m in ring.members), *sharing.readers]
+    members = [*(m for ring in body_rings.rings for m in ring.members), *body_rings.readers]
     seen = set()
     for member in sorted(members, key=lambda m: m.dot.index):
         for hoist in member.hoists:

@@ -20,7 +20,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from jaxoverlap.passes.analysis.einsum import SIDES, Side, Spec
-from jaxoverlap.passes.planning.splits import Motion, ShardedMatmul, Split
+from jaxoverlap.passes.planning.splits import ImpliedCollective, ShardedMatmul, Split
 
 
 @dataclass(frozen=True)
@@ -29,7 +29,7 @@ class Layout:
 
     Attributes:
         matmul: the matmul and its shardings.
-        ring: the split that becomes the ring; its collective (`motion`) is not None.
+        ring: the split that becomes the ring; its collective (`collective`) is not None.
         letter: the dim that is split into chunks.
         others: the splits on other axes that need a collective of their own, as they come: gathers
             before the ring, after it the scattered sums, then the all-reduced ones.
@@ -45,15 +45,15 @@ class Layout:
     out: Spec
 
     @property
-    def motion(self) -> Motion:
+    def collective(self) -> ImpliedCollective:
         """The collective that the ring carries out."""
-        assert self.ring.motion is not None
-        return self.ring.motion
+        assert self.ring.collective is not None
+        return self.ring.collective
 
     @property
     def other(self) -> Side:
         """The operand that does not move, where the other one does."""
-        return "rhs" if self.motion.side == "lhs" else "lhs"
+        return "rhs" if self.collective.side == "lhs" else "lhs"
 
     def spec(self, side: Side) -> Spec:
         """Return the shard_map's spec of one side."""
@@ -77,7 +77,7 @@ class Layout:
 
     def chunk(self) -> int:
         """Return the number of adjacent elements of the moving dim in one chunk on one device."""
-        side, axis, letter = self.motion.side, self.ring.axis, self.letter
+        side, axis, letter = self.collective.side, self.ring.axis, self.letter
         held = math.prod(self.matmul.axis_sizes[a] for a in self.held(side, letter, axis))
         local = self.matmul.einsum.sizes[letter] // held
         return local // self.ring.axis_size // self.outer(side, letter, axis)
@@ -101,19 +101,19 @@ class Layout:
 
 
 def _kind(split: Split) -> str:
-    return split.motion.kind if split.motion else ""
+    return split.collective.kind if split.collective else ""
 
 
 def _moves(split: Split, side: Side) -> bool:
-    return split.motion is not None and split.motion.side == side
+    return split.collective is not None and split.collective.side == side
 
 
 def _exchanges(split: Split, letter: str) -> bool:
     """Return whether the result is split along a dim until this axis exchanges it."""
-    motion = split.motion
-    if motion is None or motion.kind != "all_to_all":
+    collective = split.collective
+    if collective is None or collective.kind != "all_to_all":
         return False
-    return motion.side == "out" and motion.letter == letter
+    return collective.side == "out" and collective.letter == letter
 
 
 def lay_out(matmul: ShardedMatmul, shared: Sequence[Split], ring: Split) -> Layout | str:
@@ -129,12 +129,12 @@ def lay_out(matmul: ShardedMatmul, shared: Sequence[Split], ring: Split) -> Layo
 
 @functools.lru_cache(maxsize=1024)  # layers are alike
 def _lay_out(matmul: ShardedMatmul, shared: tuple[Split, ...], ring: Split) -> Layout | str:
-    assert ring.motion is not None
+    assert ring.collective is not None
     order = ("all_gather", "all_to_all", "reduce_scatter", "all_reduce")
-    rest = [s for s in shared if s.motion is not None and s is not ring]
-    if any(_kind(s) == "all_to_all" and not _moves(s, "out") for s in rest):
+    others_needed = [s for s in shared if s.collective is not None and s is not ring]
+    if any(_kind(s) == "all_to_all" and not _moves(s, "out") for s in others_needed):
         return f"{ring.axis} and another axis both move it, and that one exchanges an operand"
-    others = tuple(sorted(rest, key=lambda s: order.index(_kind(s))))
+    others = tuple(sorted(others_needed, key=lambda s: order.index(_kind(s))))
     letter = _chunked_letter(matmul, shared, ring)
     if letter is None:
         sizes = ", ".join(f"{c} {matmul.einsum.sizes[c]}" for c in matmul.einsum.out)
@@ -162,17 +162,17 @@ def traffic(layout: Layout) -> dict[str, int]:
 
 def _send(split: Split, sizes: dict[Side, int]) -> int:
     """Return the bytes sent in one collective, and update the size of its side in `sizes`."""
-    motion, n = split.motion, split.axis_size
-    assert motion is not None
-    if motion.kind == "all_gather":
-        sent = sizes[motion.side] * (n - 1)
-        sizes[motion.side] *= n
+    collective, n = split.collective, split.axis_size
+    assert collective is not None
+    if collective.kind == "all_gather":
+        sent = sizes[collective.side] * (n - 1)
+        sizes[collective.side] *= n
         return sent
-    if motion.kind == "reduce_scatter":
+    if collective.kind == "reduce_scatter":
         sizes["out"] //= n
         return sizes["out"] * (n - 1)
-    if motion.kind == "all_to_all":
-        return sizes[motion.side] * (n - 1) // n
+    if collective.kind == "all_to_all":
+        return sizes[collective.side] * (n - 1) // n
     return 2 * sizes["out"] * (n - 1) // n
 
 
@@ -190,12 +190,12 @@ def _chunked_letter(matmul: ShardedMatmul, shared: Sequence[Split], ring: Split)
 
     Dims that no axis shards come first: their chunks are the largest.
     """
-    motion = ring.motion
-    assert motion is not None
-    if motion.kind == "all_to_all" and motion.side == "out":
-        return motion.to
-    if motion.kind != "all_reduce":
-        return motion.letter
+    collective = ring.collective
+    assert collective is not None
+    if collective.kind == "all_to_all" and collective.side == "out":
+        return collective.to
+    if collective.kind != "all_reduce":
+        return collective.letter
 
     def shards(letter: str) -> int:
         return math.prod(s.axis_size for s in shared if s.out == letter or _exchanges(s, letter))
@@ -212,10 +212,10 @@ def _spec(matmul: ShardedMatmul, side: Side, shared: Sequence[Split]) -> Spec:
     """
     dims = []
     for letter in matmul.einsum.side(side):
-        here = [s.axis for s in shared if s.at(side) == letter]
-        given = [a for a in matmul.axes_of(side, letter) if a in here]
+        here = [s.axis for s in shared if s.letter_on(side) == letter]
+        first = [a for a in matmul.axes_of(side, letter) if a in here]
         elsewhere = [a for other in SIDES for a in matmul.axes_of(other, letter) if a in here]
-        dims.append(tuple(dict.fromkeys((*given, *elsewhere, *here))))
+        dims.append(tuple(dict.fromkeys((*first, *elsewhere, *here))))
     return tuple(dims)
 
 
@@ -237,7 +237,7 @@ def _uneven(matmul: ShardedMatmul, specs: dict[Side, Spec]) -> str | None:
 def _unsplit(layout: Layout) -> str | None:
     """Name the first dim that does not divide when it is split, if there is one.
 
-    The specs tell how a dim lies in the end; at the time of the motion axes may hold it that an
+    The specs tell how a dim lies in the end; at the time of the collective axes may hold it that an
     exchange takes away only later.
     """
     for split in (layout.ring, *layout.others):
@@ -260,11 +260,11 @@ def _crossed(layout: Layout) -> str | None:
     """
     matmul = layout.matmul
     for split in (layout.ring, *layout.others):
-        motion = split.motion
-        assert motion is not None
-        for letter in filter(None, (motion.letter, motion.to)):
+        collective = split.collective
+        assert collective is not None
+        for letter in filter(None, (collective.letter, collective.to)):
             stride = layout.stride(letter, split.axis)
-            for axis in layout.held(motion.side, letter, split.axis):
+            for axis in layout.held(collective.side, letter, split.axis):
                 other = layout.stride(letter, axis)
                 if stride is None or other is None or axis == split.axis:
                     continue
@@ -276,13 +276,13 @@ def _crossed(layout: Layout) -> str | None:
 
 def _splits_up(layout: Layout, split: Split) -> tuple[Side, str | None]:
     """Return the dim that a collective shards, if any: a scatter's, or an all-to-all's new one."""
-    motion = split.motion
-    assert motion is not None
-    if split is layout.ring and motion.kind == "all_reduce":
+    collective = split.collective
+    assert collective is not None
+    if split is layout.ring and collective.kind == "all_reduce":
         return "out", layout.letter
-    if motion.kind == "all_to_all":
-        return motion.side, motion.to
-    return motion.side, motion.letter if motion.kind == "reduce_scatter" else None
+    if collective.kind == "all_to_all":
+        return collective.side, collective.to
+    return collective.side, collective.letter if collective.kind == "reduce_scatter" else None
 
 
 def _disorder(matmul: ShardedMatmul, specs: dict[Side, Spec]) -> str | None:
@@ -309,10 +309,10 @@ def _strides(
     return strides
 
 
-def hoistable(matmul: ShardedMatmul, axis: str, motion: Motion) -> bool:
+def hoistable(matmul: ShardedMatmul, axis: str, collective: ImpliedCollective) -> bool:
     """Return whether an operand's collective may run once, before all matmuls that read its value.
 
     The axis has to be the minor one of its dim, so that the gathered blocks are contiguous.
     """
-    moves_operand = motion.side != "out" and motion.kind in ("all_gather", "all_to_all")
-    return moves_operand and matmul.axes_of(motion.side, motion.letter)[-1] == axis
+    moves_operand = collective.side != "out" and collective.kind in ("all_gather", "all_to_all")
+    return moves_operand and matmul.axes_of(collective.side, collective.letter)[-1] == axis

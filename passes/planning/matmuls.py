@@ -42,8 +42,8 @@ def matmul_of(
 
 def refusal(dot: Dot, requests: Requests) -> Reason | None:
     """Return why a matmul is skipped before its sharding is considered, or None."""
-    if (asked := requests.refusal(names_of(dot))) is not None:
-        return asked
+    if (requested := requests.refusal(names_of(dot))) is not None:
+        return requested
     unfit = why_unfit(dot)
     return Reason("no ring", unfit) if unfit else None
 

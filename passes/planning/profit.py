@@ -136,14 +136,14 @@ class RingCosts:
 
     def _slices(self, ring: Ring, others: Iterable[float]) -> int:
         """Choose a collective's number of slices: more while few matmuls can hide it."""
-        beside_s, enough_s = 0.0, 2 * self.collective_s(ring)
+        concurrent_s, enough_s = 0.0, 2 * self.collective_s(ring)
         for seconds in others:
-            beside_s += seconds
-            if beside_s >= enough_s:
+            concurrent_s += seconds
+            if concurrent_s >= enough_s:
                 return 1
         best, best_s = 1, self._matmuls_s(ring) + self._waits_s(ring)
         for slices in SLICES:
-            hidden = beside_s >= 2 * self.collective_s(ring, best)
+            hidden = concurrent_s >= 2 * self.collective_s(ring, best)
             seconds = self.sliced_s(ring, slices)
             if hidden or ring.first.chunk() % slices or seconds >= best_s:
                 break
@@ -189,7 +189,7 @@ class RingCosts:
 
     def _matmuls_s(self, ring: Ring) -> float:
         """Return the seconds of a ring's matmuls, each in one piece."""
-        return sum(self._matmul_s(whole(member)) for member in ring.members)
+        return sum(self._matmul_s(full_kernel(member)) for member in ring.members)
 
     def _cut_s(self, ring: Ring, pieces: int, *, sums: bool = True) -> float:
         cut = (self._chunk_s(member, pieces, ring.arrives, sums) for member in ring.members)
@@ -248,7 +248,7 @@ def chunk(
     }
     held = [side for side in SIDES if letter in matmul.einsum.side(side)]
     if arrives:  # the result to its place; or the other operand's part that meets the chunk
-        moving = member.layout.ring.motion.side if member.layout.ring.motion else None
+        moving = member.layout.ring.collective.side if member.layout.ring.collective else None
         copied = [side for side in held if side != moving]
     else:  # the chunk's part of the operand, which is cut out
         copied = [side for side in held if side != "out"]
@@ -260,7 +260,7 @@ def chunk(
     return _kernel(member.dot, matmul, sizes), moved
 
 
-def whole(member: Member) -> MatmulKernel:
+def full_kernel(member: Member) -> MatmulKernel:
     """Return a member's matmul as one device does it, all its chunks together."""
     return _kernel(member.dot, member.matmul, local_sizes(member.matmul))
 
@@ -292,8 +292,8 @@ def local_sizes(matmul: splits.ShardedMatmul) -> dict[str, int]:
 
 def _shares(split: Split) -> str | None:
     """Return the dim along which an axis shares the work: one on a side that does not move."""
-    moving = split.motion.side if split.motion else None
-    return next(filter(None, (split.at(side) for side in SIDES if side != moving)), None)
+    moving = split.collective.side if split.collective else None
+    return next(filter(None, (split.letter_on(side) for side in SIDES if side != moving)), None)
 
 
 def _dtype(dot: Dot) -> str:

@@ -20,20 +20,20 @@ from jaxoverlap.passes.analysis.reshards import End, Reshards
 from jaxoverlap.passes.edited import misfit
 from jaxoverlap.passes.planning.layout import Layout, lay_out
 from jaxoverlap.passes.planning.manual.find import possible_rings
-from jaxoverlap.passes.planning.manual.share import keep, place, started
+from jaxoverlap.passes.planning.manual.share import add_written_ring, keep, started
 from jaxoverlap.passes.planning.matmuls import matmul_of, variant_of, why_unfit
-from jaxoverlap.passes.planning.ring_plan import Hoist, Member, Ring, Sharing, Value
-from jaxoverlap.passes.planning.share import alike, sum_of
+from jaxoverlap.passes.planning.ring_plan import BodyRings, Hoist, Member, Ring, Value
+from jaxoverlap.passes.planning.share import same_sharding, sum_of
 from jaxoverlap.passes.planning.splits import ShardedMatmul, Split
 from jaxoverlap.plan.edits import EarlyMove, EditedMatmul, MakeRing, ReadGathered
 
 RingEdit = MakeRing | ReadGathered
 
 
-def edits_of(sharing: Sharing) -> Iterator[RingEdit]:
+def edits_of(body_rings: BodyRings) -> Iterator[RingEdit]:
     """Yield the edits that make the rings of a body."""
-    for ring in sharing.rings:
-        matmuls = [_edited(member, sharing) for member in ring.members]
+    for ring in body_rings.rings:
+        matmuls = [_edited(member, body_rings) for member in ring.members]
         if ring.written:  # the collective says how values are sharded
             matmuls = [EditedMatmul(site=matmul.site) for matmul in matmuls]
         yield MakeRing(
@@ -44,29 +44,29 @@ def edits_of(sharing: Sharing) -> Iterator[RingEdit]:
             keep=ring.keep and not ring.written,
             written=ring.written and ring.written.position,
         )
-    for member in sharing.readers:
-        given = (ring for v in (member.lhs, member.rhs) for ring in sharing.arriving(v))
-        kept = dict.fromkeys(ring.site for ring in given if ring.keep)
-        yield ReadGathered(matmul=_edited(member, sharing), rings=tuple(kept))
+    for member in body_rings.readers:
+        gathering = (ring for v in (member.lhs, member.rhs) for ring in body_rings.arriving(v))
+        kept_by = dict.fromkeys(ring.site for ring in gathering if ring.keep)
+        yield ReadGathered(matmul=_edited(member, body_rings), rings=tuple(kept_by))
 
 
-def _edited(member: Member, sharing: Sharing) -> EditedMatmul:
+def _edited(member: Member, body_rings: BodyRings) -> EditedMatmul:
     values = member.lhs, member.rhs
     pairs = zip(values, member.dot.eqn.invars, strict=True)
-    through = [side for side, (value, own) in enumerate(pairs) if value.var is not own]
+    through = [side for side, (value, operand) in enumerate(pairs) if value.var is not operand]
     return EditedMatmul(
         site=member.dot.index,
         lhs=member.lhs.spec,
         rhs=member.rhs.spec,
         out=member.layout.matmul.out if member.layout else (),
         through=(*through, 2) if member.end.positions else tuple(through),
-        moves=(*_moves(0, member.lhs, sharing), *_moves(1, member.rhs, sharing)),
+        moves=(*_moves(0, member.lhs, body_rings), *_moves(1, member.rhs, body_rings)),
     )
 
 
-def _moves(operand: Literal[0, 1], value: Value, sharing: Sharing) -> list[EarlyMove]:
+def _moves(operand: Literal[0, 1], value: Value, body_rings: BodyRings) -> list[EarlyMove]:
     """List what was done to an operand before a matmul reads it, for it or for another."""
-    if compat.is_literal(value.var) or (hoist := sharing.hoisted.get(value)) is None:
+    if compat.is_literal(value.var) or (hoist := body_rings.hoisted.get(value)) is None:
         return []
     move = EarlyMove(
         operand=operand,
@@ -76,10 +76,10 @@ def _moves(operand: Literal[0, 1], value: Value, sharing: Sharing) -> list[Early
         after=hoist.after.spec,
         bytes_moved=hoist.bytes_moved,
     )
-    return [*_moves(operand, hoist.before, sharing), move]
+    return [*_moves(operand, hoist.before, body_rings), move]
 
 
-def placed(body: Body, edits: Iterable[RingEdit], axis_sizes: Mapping[str, int]) -> Sharing:
+def placed(body: Body, edits: Iterable[RingEdit], axis_sizes: Mapping[str, int]) -> BodyRings:
     """Find what edits name in a body, and the order of its equations after them.
 
     Args:
@@ -93,14 +93,14 @@ def placed(body: Body, edits: Iterable[RingEdit], axis_sizes: Mapping[str, int])
     edits = list(edits)
     written = [e for e in edits if isinstance(e, MakeRing) and e.written is not None]
     if not written:
-        return _Placing(body, axis_sizes).sharing(edits)
+        return _Placing(body, axis_sizes).body_rings(edits)
     if len(written) < len(edits) or body.dots[0].manual is None:
         raise misfit(written[0], "it names a collective of the user's outside of a shard_map")
     return _placed_written(body, written)
 
 
-def _placed_written(body: Body, edits: Iterable[MakeRing]) -> Sharing:
-    sharing, found = started(body)
+def _placed_written(body: Body, edits: Iterable[MakeRing]) -> BodyRings:
+    body_rings, found = started(body)
     possible = list(possible_rings(found))
     for edit in edits:
         named = {matmul.site for matmul in edit.matmuls}
@@ -110,16 +110,16 @@ def _placed_written(body: Body, edits: Iterable[MakeRing]) -> Sharing:
             if ring.written.position == edit.written and len(members) == len(named):
                 break
         else:
-            raise misfit(edit, "no collective of the user's is there beside these matmuls")
+            raise misfit(edit, "no collective of the user's is next to these matmuls")
         if (ring.kind, ring.axis) != (edit.kind, edit.axis):
             raise misfit(edit, f"the collective there is {ring.kind} over {ring.axis}")
         check_variant(edit, ring.first.chunk())
         ring = dataclasses.replace(ring, members=members, variant=edit.variant)
-        if place(sharing, ring, ()) is None:
+        if add_written_ring(body_rings, ring, ()) is None:
             raise misfit(edit, "one of them waits for another")
-    for ring in filter(lambda ring: ring.arrives, sharing.rings):
+    for ring in filter(lambda ring: ring.arrives, body_rings.rings):
         keep(found, ring)
-    return sharing
+    return body_rings
 
 
 class _Placing:
@@ -127,9 +127,9 @@ class _Placing:
         self.body, self.axis_sizes = body, axis_sizes
         self.dots = {dot.index: dot for dot in body.dots}
         self.chains = Reshards(body)
-        self.placed = Sharing(EquationOrder(body.eqns))
+        self.placed = BodyRings(EquationOrder(body.eqns))
 
-    def sharing(self, edits: Iterable[RingEdit]) -> Sharing:
+    def body_rings(self, edits: Iterable[RingEdit]) -> BodyRings:
         for edit in edits:
             if isinstance(edit, MakeRing):
                 self.placed.add(self.ring(edit))
@@ -137,7 +137,7 @@ class _Placing:
                 self.placed.readers.append(self.reader(edit))
         members = [*(m for ring in self.placed.rings for m in ring.members), *self.placed.readers]
         for member in members:
-            self.wait_for_kept(member)
+            self.order_after_keeping_rings(member)
         return self.placed
 
     def reader(self, edit: ReadGathered) -> Member:
@@ -150,10 +150,12 @@ class _Placing:
         ring = Ring(members, keep=edit.keep, variant=edit.variant)
         if ring.kind != edit.kind:
             raise misfit(edit, f"they wait for {ring.kind} along {edit.axis}")
-        if not alike(members):
-            raise misfit(edit, "the value that they would share lies otherwise for some of them")
+        if not same_sharding(members):
+            raise misfit(
+                edit, "the value that they would share has another sharding for some of them"
+            )
         if edit.keep and not (ring.arrives and ring.can_keep()):
-            raise misfit(edit, "what it moves cannot be kept whole")
+            raise misfit(edit, "the value that it gathers cannot be kept")
         check_variant(edit, ring.first.chunk())
         together = [member.dot.position for member in members]
         if not ring.arrives and len(members) > 1:
@@ -189,24 +191,24 @@ class _Placing:
     def layout(self, edit: MakeRing, dot: Dot, matmul: EditedMatmul) -> Layout:
         if (why := why_unfit(dot)) is not None:
             raise misfit(edit, f"matmul {matmul.site}: {why}")
-        lies = matmul_of(dot, Shardings(matmul.lhs, matmul.rhs, matmul.out), self.axis_sizes)
-        assert isinstance(lies, ShardedMatmul)
-        shared = [split for split in lies.splits if isinstance(split, Split)]
-        own = next((s for s in shared if s.axis == edit.axis and s.motion), None)
-        if own is None or len(shared) < len(lies.splits):
+        sharded = matmul_of(dot, Shardings(matmul.lhs, matmul.rhs, matmul.out), self.axis_sizes)
+        assert isinstance(sharded, ShardedMatmul)
+        shared = [split for split in sharded.splits if isinstance(split, Split)]
+        split = next((s for s in shared if s.axis == edit.axis and s.collective), None)
+        if split is None or len(shared) < len(sharded.splits):
             raise misfit(edit, f"matmul {matmul.site} does not wait for it alone on {edit.axis}")
-        layout = lay_out(lies, shared, own)
+        layout = lay_out(sharded, shared, split)
         if isinstance(layout, str):
             raise misfit(edit, f"matmul {matmul.site}: {layout}")
         return layout
 
-    def wait_for_kept(self, member: Member) -> None:
+    def order_after_keeping_rings(self, member: Member) -> None:
         """Put a matmul that reads what a ring keeps after that ring."""
         for value in (member.lhs, member.rhs):
             if compat.is_literal(value.var) or value in self.placed.hoisted:
                 continue
             for ring in self.placed.arriving(value):
-                if ring.keep and not any(member is own for own in ring.members):
+                if ring.keep and not any(member is other for other in ring.members):
                     self.placed.order.put_after(ring.position, member.dot.position)
 
 

@@ -136,7 +136,7 @@ class Ring:
     @property
     def kind(self) -> Kind:
         """The kind of collective that the ring decomposes."""
-        return self.first.motion.kind
+        return self.first.collective.kind
 
     @property
     def axis(self) -> str:
@@ -151,7 +151,7 @@ class Ring:
     @property
     def side(self) -> Side:
         """The side that moves, seen from the first matmul."""
-        return self.first.motion.side
+        return self.first.collective.side
 
     @property
     def dim(self) -> int:
@@ -164,17 +164,17 @@ class Ring:
         return self.members[0].value(self.side)
 
     @property
-    def whole(self) -> Value:
+    def gathered(self) -> Value:
         """The gathered or exchanged value, as it has arrived."""
         return self.shard.moved(self.axis, self.dim, self.other_dim)
 
     @property
     def other_dim(self) -> int | None:
         """The other dim of an exchange: sharded then, of an operand; gathered, of a result."""
-        motion = self.first.motion
-        if motion.to is None:
+        collective = self.first.collective
+        if collective.to is None:
             return None
-        letter = motion.to if motion.side != "out" else motion.letter
+        letter = collective.to if collective.side != "out" else collective.letter
         return self.first.matmul.einsum.side(self.side).index(letter)
 
     @property
@@ -200,13 +200,13 @@ class Ring:
         Its blocks have to be contiguous, and nothing else may have been done to it.
         """
         layout, axis = self.first, self.first.ring.axis
-        given = layout.matmul.spec(self.side)
-        inside = any(s.motion and s.motion.side == self.side for s in layout.others)
-        return given == layout.spec(self.side) and not inside and given[self.dim][-1] == axis
+        spec = layout.matmul.spec(self.side)
+        inside = any(s.collective and s.collective.side == self.side for s in layout.others)
+        return spec == layout.spec(self.side) and not inside and spec[self.dim][-1] == axis
 
 
 @dataclass
-class Sharing:
+class BodyRings:
     """How the matmuls of one body share collectives: its rings, and why other matmuls have none.
 
     Attributes:
@@ -240,7 +240,7 @@ class Sharing:
         """Add a ring."""
         self.rings.append(ring)
         if ring.arrives:
-            self._arriving.setdefault(ring.whole, []).append(ring)
+            self._arriving.setdefault(ring.gathered, []).append(ring)
 
     def in_order(self, body: Body) -> Iterator[Ring | Member | int]:
         """Yield what the body computes in order: rings, readers, and indices of other equations."""
@@ -249,9 +249,9 @@ class Sharing:
         for position in self.order.positions():
             yield made.get(position, position)
 
-    def arriving(self, whole: Value) -> Sequence[Ring]:
+    def arriving(self, gathered: Value) -> Sequence[Ring]:
         """Return the rings that gather a value."""
-        return self._arriving.get(whole, ())
+        return self._arriving.get(gathered, ())
 
     def cost(self, axis: str) -> float:
         """Return the cost of a byte along a mesh axis."""

@@ -22,8 +22,8 @@ from jaxoverlap.passes.analysis.equation_order import EquationOrder
 from jaxoverlap.passes.analysis.jaxprs import Body, Dot
 from jaxoverlap.passes.analysis.reshards import End, Reshards
 from jaxoverlap.passes.planning.layout import Layout, hoistable, lay_out, traffic
-from jaxoverlap.passes.planning.ring_plan import Hoist, Member, Ring, Sharing, Value
-from jaxoverlap.passes.planning.splits import Motion, Refusal, ShardedMatmul, Split
+from jaxoverlap.passes.planning.ring_plan import BodyRings, Hoist, Member, Ring, Value
+from jaxoverlap.passes.planning.splits import ImpliedCollective, Refusal, ShardedMatmul, Split
 from jaxoverlap.plan.decisions import Reason
 
 Read = Callable[[Dot], ShardedMatmul | Reason]
@@ -42,7 +42,7 @@ def share(
     ahead: bool = False,
     costs: Mapping[str, float] | None = None,
     rings: bool = True,
-) -> Sharing:
+) -> BodyRings:
     """Choose each matmul's shardings in a body, and the matmuls with which it shares a ring.
 
     Args:
@@ -54,23 +54,23 @@ def share(
         costs: the cost of a byte along each mesh axis, in any unit; default: alike.
         rings: whether matmuls may become rings; if not, weights are gathered all the same.
     """
-    sharing, chains = Sharing(EquationOrder(body.eqns), costs=costs or {}), Reshards(body)
+    body_rings, chains = BodyRings(EquationOrder(body.eqns), costs=costs or {}), Reshards(body)
     early = body.ahead if ahead else frozenset()
     late: list[tuple[Dot, ShardedMatmul]] = []
     for dot in body.dots:
         matmul = read(dot)
         if isinstance(matmul, Reason):
-            sharing.skipped[dot.index] = matmul
+            body_rings.skipped[dot.index] = matmul
         elif not rings:
-            _read_gathered(sharing, _views(chains, dot, matmul, beyond(dot)), early)
+            _read_gathered(body_rings, _views(chains, dot, matmul, beyond(dot)), early)
         elif any(isinstance(s, Refusal) for s in matmul.splits):
             late.append((dot, matmul))  # the others may move for it what it reads
         else:
-            _place(sharing, _views(chains, dot, matmul, beyond(dot)), early)
+            _assign(body_rings, _views(chains, dot, matmul, beyond(dot)), early)
     for dot, matmul in late:
-        _place(sharing, _views(chains, dot, matmul, beyond(dot)), early)
-    _add_up(sharing, body)
-    return sharing
+        _assign(body_rings, _views(chains, dot, matmul, beyond(dot)), early)
+    _add_up(body_rings, body)
+    return body_rings
 
 
 def _views(
@@ -78,8 +78,8 @@ def _views(
 ) -> list[_View]:
     """List the views of a matmul: with all reshards around it, with its result's, as written."""
     lhs, rhs = dot.eqn.invars
-    own, end = End(dot.eqn.outvars[0]), chains.end(dot.eqn.outvars[0])
-    plain = Member(dot, Value(lhs, matmul.lhs), Value(rhs, matmul.rhs), None, (), own)
+    result, end = End(dot.eqn.outvars[0]), chains.end(dot.eqn.outvars[0])
+    plain = Member(dot, Value(lhs, matmul.lhs), Value(rhs, matmul.rhs), None, (), result)
     views: list[_View] = [(plain, matmul)]
     if (spec := _resharded(end.var, end.reshards, beyond[2], end.dims)) not in (None, matmul.out):
         ended = dataclasses.replace(plain, end=end)
@@ -110,27 +110,29 @@ def _resharded(var: Any, reshards: int, specs: Specs, dims: Sequence[int] = ()) 
     return specs[reshards - 1] if 0 < reshards <= len(specs) else None
 
 
-def _place(sharing: Sharing, views: Sequence[_View], early: Collection[Any]) -> None:
+def _assign(body_rings: BodyRings, views: Sequence[_View], early: Collection[Any]) -> None:
     """Give a matmul its ring, a new one or one that is there; or note why it has none."""
     reasons = []
     for member, matmul in views:
-        if _clashes(sharing, member):
+        if _clashes(body_rings, member):
             continue
-        reason = _place_as(sharing, *_gathered_early(member, matmul, early))
+        reason = _assign_view(body_rings, *_gathered_early(member, matmul, early))
         if reason is None:
             return
         reasons.append(reason)
     waits = [reason for reason in reasons if reason != NO_COLLECTIVE]
-    sharing.skipped[views[0][0].dot.index] = waits[0] if waits else NO_COLLECTIVE
+    body_rings.skipped[views[0][0].dot.index] = waits[0] if waits else NO_COLLECTIVE
 
 
-def _clashes(sharing: Sharing, member: Member) -> bool:
+def _clashes(body_rings: BodyRings, member: Member) -> bool:
     """Return whether a matmul would read a variable that a ring absorbs, or absorb a read one.
 
     A constraint between two matmuls may be looked through from either side, and not from both.
     """
     reads = {v.var for v in (member.lhs, member.rhs) if not compat.is_literal(v.var)}
-    return not (sharing.absorbed.isdisjoint(reads) and sharing.read.isdisjoint(member.end.inside))
+    return not (
+        body_rings.absorbed.isdisjoint(reads) and body_rings.read.isdisjoint(member.end.inside)
+    )
 
 
 def _gathered_early(member: Member, matmul: ShardedMatmul, early: Collection[Any]) -> _View:
@@ -138,142 +140,152 @@ def _gathered_early(member: Member, matmul: ShardedMatmul, early: Collection[Any
 
     Where it waits for something else too, that is the ring, and this gather comes before it.
     """
-    wanted = _motions(matmul)
-    if len(wanted) != 1:
+    needed = _collectives(matmul)
+    if len(needed) != 1:
         return member, matmul
-    axis, motion = wanted[0]
-    if motion is None or motion.kind != "all_gather" or member.value(motion.side).var not in early:
+    axis, collective = needed[0]
+    if (
+        collective is None
+        or collective.kind != "all_gather"
+        or member.value(collective.side).var not in early
+    ):
         return member, matmul
     return (
-        _hoisted(member, matmul, axis, motion)
-        if hoistable(matmul, axis, motion)
+        _hoisted(member, matmul, axis, collective)
+        if hoistable(matmul, axis, collective)
         else (member, matmul)
     )
 
 
-def _read_gathered(sharing: Sharing, views: Sequence[_View], early: Collection[Any]) -> None:
+def _read_gathered(body_rings: BodyRings, views: Sequence[_View], early: Collection[Any]) -> None:
     """Let a matmul read values that are gathered a scan step ahead; what else moves stays XLA's."""
     for member, matmul in views:
-        if _clashes(sharing, member):
+        if _clashes(body_rings, member):
             continue
         while (gather := _early_gather(member, matmul, early)) is not None:
             member, matmul = _hoisted(member, matmul, *gather)
         if member.hoists:
             member = dataclasses.replace(member, end=End(member.dot.eqn.outvars[0]))
-            _add(sharing, member)
-            sharing.readers.append(member)
+            _add(body_rings, member)
+            body_rings.readers.append(member)
             return
     dot, matmul = views[-1][0].dot, views[-1][1]
-    sharing.skipped[dot.index] = NO_RINGS if _motions(matmul) else NO_COLLECTIVE
+    body_rings.skipped[dot.index] = NO_RINGS if _collectives(matmul) else NO_COLLECTIVE
 
 
 def _early_gather(
     member: Member, matmul: ShardedMatmul, early: Collection[Any]
-) -> tuple[str, Motion] | None:
+) -> tuple[str, ImpliedCollective] | None:
     """Return the next gather of a value that is known one scan step ahead, and its axis."""
-    for axis, motion in _motions(matmul):
-        if motion is None or motion.kind != "all_gather":
+    for axis, collective in _collectives(matmul):
+        if collective is None or collective.kind != "all_gather":
             continue
-        if member.value(motion.side).var in early and hoistable(matmul, axis, motion):
-            return axis, motion
+        if member.value(collective.side).var in early and hoistable(matmul, axis, collective):
+            return axis, collective
     return None
 
 
-def _place_as(sharing: Sharing, member: Member, matmul: ShardedMatmul) -> Reason | None:
+def _assign_view(body_rings: BodyRings, member: Member, matmul: ShardedMatmul) -> Reason | None:
     """Give a matmul its ring, seen in one way; or say why it has none."""
-    given = member
+    original = member
     while True:
-        wanted = _motions(matmul)
-        if not wanted:
-            if member.lhs == given.lhs and member.rhs == given.rhs and not member.hoists:
+        needed = _collectives(matmul)
+        if not needed:
+            if member.lhs == original.lhs and member.rhs == original.rhs and not member.hoists:
                 return NO_COLLECTIVE
             # A reader stays the matmul that it is, so its result is resharded after it.
             member = dataclasses.replace(member, end=End(member.dot.eqn.outvars[0]))
-            _add(sharing, member)
-            sharing.readers.append(member)
+            _add(body_rings, member)
+            body_rings.readers.append(member)
             return None
-        axes = dict.fromkeys(axis for axis, _ in wanted)
-        candidates = [_candidate(sharing, member, matmul, axis) for axis in axes]
+        axes = dict.fromkeys(axis for axis, _ in needed)
+        candidates = [_candidate(body_rings, member, matmul, axis) for axis in axes]
         good = [c for c in candidates if isinstance(c, Member)]
         for candidate in good:
-            if _join(sharing, candidate):
+            if _join(body_rings, candidate):
                 return None
-        known = _keep_known(sharing, member, matmul, wanted)
+        known = _keep_known(body_rings, member, matmul, needed)
         if known is None:
             break
         member, matmul = _reading(member, matmul, *known)
     if good:
-        best = min(good, key=lambda c: _preference(sharing, c))
-        _add(sharing, best)
-        sharing.add(Ring([best]))
+        best = min(good, key=lambda c: _preference(body_rings, c))
+        _add(body_rings, best)
+        body_rings.add(Ring([best]))
         return None
     refusals = [s.reason for s in matmul.splits if isinstance(s, Refusal)]
     reasons = refusals or [c for c in candidates if isinstance(c, str)]
     return Reason("no ring", "; ".join(dict.fromkeys(reasons)))
 
 
-def _add(sharing: Sharing, member: Member) -> None:
+def _add(body_rings: BodyRings, member: Member) -> None:
     """Note the hoists before a matmul, what it reads, and the equations that it replaces."""
-    sharing.hoisted |= {h.after: h for h in member.hoists if h.after not in sharing.hoisted}
-    sharing.absorbed.update(member.end.inside)
-    sharing.read.update(v.var for v in (member.lhs, member.rhs) if not compat.is_literal(v.var))
-    merged = sharing.order.merge(member.dot.position, *member.end.positions)
+    body_rings.hoisted |= {h.after: h for h in member.hoists if h.after not in body_rings.hoisted}
+    body_rings.absorbed.update(member.end.inside)
+    body_rings.read.update(v.var for v in (member.lhs, member.rhs) if not compat.is_literal(v.var))
+    merged = body_rings.order.merge(member.dot.position, *member.end.positions)
     assert merged, "nobody stands between a result and what only reshards it"
 
 
-def _motions(matmul: ShardedMatmul) -> list[tuple[str, Motion | None]]:
+def _collectives(matmul: ShardedMatmul) -> list[tuple[str, ImpliedCollective | None]]:
     """List the collectives of each mesh axis; None is one that no pass knows."""
-    motions: list[tuple[str, Motion | None]] = []
+    collectives: list[tuple[str, ImpliedCollective | None]] = []
     for split in matmul.splits:
         if isinstance(split, Refusal):
-            motions += [(split.axis, motion) for motion in split.first or (None,)]
-        elif split.motion is not None:
-            motions.append((split.axis, split.motion))
-    return motions
+            collectives += [(split.axis, collective) for collective in split.first or (None,)]
+        elif split.collective is not None:
+            collectives.append((split.axis, split.collective))
+    return collectives
 
 
-def _candidate(sharing: Sharing, member: Member, matmul: ShardedMatmul, axis: str) -> Member | str:
-    """Lay a matmul out with its ring on one axis, and hoist all other motions that allow it."""
+def _candidate(
+    body_rings: BodyRings, member: Member, matmul: ShardedMatmul, axis: str
+) -> Member | str:
+    """Lay a matmul out with its ring on one axis, and hoist all other collectives that allow it."""
     while True:
         splits = matmul.splits
         refused = [s for s in splits if isinstance(s, Refusal)]
         shared = [s for s in splits if isinstance(s, Split)]
-        ring = next((s for s in shared if s.axis == axis and s.motion), None)
+        ring = next((s for s in shared if s.axis == axis and s.collective), None)
         before = [(s.axis, m) for s in refused for m in s.first]
-        before += [(s.axis, s.motion) for s in shared if s.motion and s is not ring]
+        before += [(s.axis, s.collective) for s in shared if s.collective and s is not ring]
         possible = [(a, m) for a, m in before if hoistable(matmul, a, m)]
         if not possible:
             break
         # Each gather makes the next one's value larger, so the slowest link comes first.
-        slowest = max(possible, key=lambda move: sharing.cost(move[0]))
+        slowest = max(possible, key=lambda move: body_rings.cost(move[0]))
         member, matmul = _hoisted(member, matmul, *slowest)
     if refused:
         return "; ".join(s.reason for s in refused)
     if ring is None:
-        return f"motions on other axes leave nothing to move along {axis}"
+        return f"collectives on other axes leave nothing to move along {axis}"
     layout = lay_out(matmul, shared, ring)
     return layout if isinstance(layout, str) else dataclasses.replace(member, layout=layout)
 
 
 def _is_gather(split: Split) -> bool:
-    return split.motion is not None and split.motion.kind == "all_gather"
+    return split.collective is not None and split.collective.kind == "all_gather"
 
 
 def _hoisted(
-    member: Member, matmul: ShardedMatmul, axis: str, motion: Motion
+    member: Member, matmul: ShardedMatmul, axis: str, collective: ImpliedCollective
 ) -> tuple[Member, ShardedMatmul]:
     """Hoist an operand's collective: the matmul then reads the moved value."""
-    side, after = _moved(member, matmul, axis, motion)
-    hoist = Hoist(motion.kind, member.value(side), after, axis, motion.bytes_moved)
+    side, after = _moved(member, matmul, axis, collective)
+    hoist = Hoist(collective.kind, member.value(side), after, axis, collective.bytes_moved)
     member = dataclasses.replace(member, hoists=(*member.hoists, hoist))
     return _reading(member, matmul, side, after)
 
 
-def _moved(member: Member, matmul: ShardedMatmul, axis: str, motion: Motion) -> tuple[Side, Value]:
+def _moved(
+    member: Member, matmul: ShardedMatmul, axis: str, collective: ImpliedCollective
+) -> tuple[Side, Value]:
     """Return the operand that a collective moves, and the moved value with its sharding."""
-    letters = matmul.einsum.side(motion.side)
-    to = letters.index(motion.to) if motion.to else None
-    return motion.side, member.value(motion.side).moved(axis, letters.index(motion.letter), to)
+    letters = matmul.einsum.side(collective.side)
+    to = letters.index(collective.to) if collective.to else None
+    return collective.side, member.value(collective.side).moved(
+        axis, letters.index(collective.letter), to
+    )
 
 
 def _reading(
@@ -287,10 +299,10 @@ def _reading(
 
 
 def _keep_known(
-    sharing: Sharing,
+    body_rings: BodyRings,
     member: Member,
     matmul: ShardedMatmul,
-    wanted: Sequence[tuple[str, Motion | None]],
+    needed: Sequence[tuple[str, ImpliedCollective | None]],
 ) -> tuple[Side, Value] | None:
     """Take an operand that others have moved already, instead of moving it again.
 
@@ -299,90 +311,92 @@ def _keep_known(
     Returns:
         The side of the operand, and its sharding; None, and nothing changed, if none was moved.
     """
-    for axis, motion in wanted:
-        if motion is None or motion.side == "out":
+    for axis, collective in needed:
+        if collective is None or collective.side == "out":
             continue
-        side, after = _moved(member, matmul, axis, motion)
-        if after in sharing.hoisted:
+        side, after = _moved(member, matmul, axis, collective)
+        if after in body_rings.hoisted:
             return side, after
-        for ring in sharing.arriving(after):
-            if ring.can_keep() and sharing.order.put_after(ring.position, member.dot.position):
+        for ring in body_rings.arriving(after):
+            if ring.can_keep() and body_rings.order.put_after(ring.position, member.dot.position):
                 ring.keep = True
                 return side, after
     return None
 
 
-def _ring_of(sharing: Sharing, member: Member) -> Ring | None:
+def _ring_of(body_rings: BodyRings, member: Member) -> Ring | None:
     """Return the ring that gathers what a matmul would gather."""
     mine = Ring([member])
     if not mine.arrives:
         return None
-    return next((r for r in sharing.arriving(mine.whole) if r.shard == mine.shard), None)
+    return next((r for r in body_rings.arriving(mine.gathered) if r.shard == mine.shard), None)
 
 
-def _join(sharing: Sharing, member: Member) -> bool:
+def _join(body_rings: BodyRings, member: Member) -> bool:
     """Let a matmul join the ring that gathers its operand, if no member depends on another."""
-    ring = _ring_of(sharing, member)
-    if ring is None or not alike([*ring.members, member]):
+    ring = _ring_of(body_rings, member)
+    if ring is None or not same_sharding([*ring.members, member]):
         return False
     # `EquationOrder.merge` lets what is merged need each other: a matmul and its constraint do.
-    given = {v for m in ring.members for v in (m.dot.eqn.outvars[0], m.end.var)}
+    results = {v for m in ring.members for v in (m.dot.eqn.outvars[0], m.end.var)}
     read = [*member.dot.eqn.invars, member.lhs.var, member.rhs.var]
-    if any(v in given for v in read if not compat.is_literal(v)):
+    if any(v in results for v in read if not compat.is_literal(v)):
         return False
-    if not sharing.order.merge(ring.position, member.dot.position):
+    if not body_rings.order.merge(ring.position, member.dot.position):
         return False
     ring.members.append(member)
-    _add(sharing, member)
+    _add(body_rings, member)
     return True
 
 
-def alike(members: Sequence[Member]) -> bool:
+def same_sharding(members: Sequence[Member]) -> bool:
     """Return whether all members would have the same sharding of the value that they share."""
     return len({_shared(m.layout) for m in members if m.layout}) == 1
 
 
 def _shared(layout: Layout) -> tuple[Any, ...]:
     """List the properties that must be alike in the value that a ring's members share."""
-    ring = layout.ring.motion
+    ring = layout.ring.collective
     assert ring is not None
     letters = layout.matmul.einsum.side(ring.side)
     moving = [letters.find(c) for c in (layout.letter, ring.letter, ring.to) if c]
     others = tuple(
-        (s.axis, s.motion.kind, layout.matmul.einsum.side(ring.side).find(s.motion.letter))
+        (s.axis, s.collective.kind, layout.matmul.einsum.side(ring.side).find(s.collective.letter))
         for s in layout.others
-        if s.motion and s.motion.side == ring.side
+        if s.collective and s.collective.side == ring.side
     )
     return layout.ring.axis, ring.kind, tuple(moving), layout.spec(ring.side), others
 
 
-def _preference(sharing: Sharing, member: Member) -> tuple[float, int, int]:
+def _preference(body_rings: BodyRings, member: Member) -> tuple[float, int, int]:
     """Rank by least cost in all, then by fewest gathers in the ring, then by most ring bytes."""
     layout = member.layout
     assert layout is not None
     sent = traffic(layout)
-    new = [h for h in member.hoists if h.after not in sharing.hoisted]
-    cost = sum(sent[axis] * sharing.cost(axis) for axis in sent)
-    cost += sum(h.bytes_moved * sharing.cost(h.axis) for h in new)
+    new = [h for h in member.hoists if h.after not in body_rings.hoisted]
+    cost = sum(sent[axis] * body_rings.cost(axis) for axis in sent)
+    cost += sum(h.bytes_moved * body_rings.cost(h.axis) for h in new)
     inside = sum(map(_is_gather, layout.others))
     return cost, inside, -sent[layout.ring.axis]
 
 
-def _add_up(sharing: Sharing, body: Body) -> None:
+def _add_up(body_rings: BodyRings, body: Body) -> None:
     """Let rings whose results are added up, and read by nobody else, send one sum."""
-    sums = [ring for ring in sharing.rings if not ring.arrives and not ring.members[0].end.views]
+    sums = [ring for ring in body_rings.rings if not ring.arrives and not ring.members[0].end.views]
     made = {ring.members[0].end.var: ring for ring in sums}
     added: set[int] = set()  # rings that are a part of another now
-    for position, (left, right), total in _additions(body):
-        one, other = made.get(left), made.get(right)
+    for position, (lhs, rhs), total in _additions(body):
+        one, other = made.get(lhs), made.get(rhs)
         if one is None or other is None or one is other:
             continue
         members = sorted([*one.members, *other.members], key=lambda m: m.dot.index)
-        if alike(members) and sharing.order.merge(one.position, other.position, position):
+        if same_sharding(members) and body_rings.order.merge(
+            one.position, other.position, position
+        ):
             added.add(id(other))
             one.members, one.total = members, total
             made[total] = one
-    sharing.rings = [ring for ring in sharing.rings if id(ring) not in added]
+    body_rings.rings = [ring for ring in body_rings.rings if id(ring) not in added]
 
 
 def _additions(body: Body) -> Iterator[tuple[int, list[Any], Any]]:
@@ -396,9 +410,9 @@ def _additions(body: Body) -> Iterator[tuple[int, list[Any], Any]]:
 
 def sum_of(body: Body, values: Sequence[Any]) -> tuple[Any, list[int]]:
     """Return the sum of all values, and the indices of its additions; None if there is none."""
-    left, positions = set(values), list[int]()
+    missing, positions = set(values), list[int]()
     for position, read, total in _additions(body):
-        if left.issuperset(read):
-            left = left.difference(read) | {total}
+        if missing.issuperset(read):
+            missing = missing.difference(read) | {total}
             positions.append(position)
-    return (left.pop() if len(left) == 1 else None), positions
+    return (missing.pop() if len(missing) == 1 else None), positions

@@ -34,7 +34,7 @@ _KINDS: tuple[Kind, ...] = get_args(Kind)
 
 
 @dataclass(frozen=True)
-class Motion:
+class ImpliedCollective:
     """The collective that one mesh axis makes a matmul wait for.
 
     Attributes:
@@ -63,7 +63,7 @@ class Split:
         axis_size: the devices along it.
         lhs, rhs, out: the dim that holds the axis in each side, as the split takes and gives it
             (None: replicated). Where an operand is given replicated, a device takes its own slice.
-        motion: the collective it needs, or None.
+        collective: the collective it needs, or None.
     """
 
     axis: str
@@ -71,9 +71,9 @@ class Split:
     lhs: str | None
     rhs: str | None
     out: str | None
-    motion: Motion | None
+    collective: ImpliedCollective | None
 
-    def at(self, side: Side) -> str | None:
+    def letter_on(self, side: Side) -> str | None:
         """Return the dim that holds the axis in one side."""
         return {"lhs": self.lhs, "rhs": self.rhs, "out": self.out}[side]
 
@@ -90,7 +90,7 @@ class Refusal:
 
     axis: str
     reason: str
-    first: tuple[Motion, ...] = ()
+    first: tuple[ImpliedCollective, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -103,9 +103,9 @@ class _Move:
     bytes_moved: int
     to: str | None = None
 
-    def motion(self) -> Motion:
+    def collective(self) -> ImpliedCollective:
         assert self.verb != "gather"
-        return Motion(self.verb, self.side, self.letter, self.bytes_moved, self.to)
+        return ImpliedCollective(self.verb, self.side, self.letter, self.bytes_moved, self.to)
 
 
 @dataclass(frozen=True)
@@ -176,7 +176,7 @@ def split(matmul: ShardedMatmul, axis: str) -> Split | Refusal:
         return _split(matmul, axis, letter, paid)
     wanted = " and ".join(map(_said, paid))
     operands = sorted((m for m in paid if m.side != "out"), key=lambda m: m.bytes_moved)
-    first = tuple(m.motion() for m in operands[: len(paid) - 1])
+    first = tuple(m.collective() for m in operands[: len(paid) - 1])
     return Refusal(axis, f"{axis} wants {wanted}: no ring for that", first)
 
 
@@ -224,27 +224,27 @@ def _operand_move(
     have = matmul.letter_of(side, axis)
     want = c if c is not None and c in matmul.einsum.side(side) else None
     n = matmul.axis_sizes[axis]
-    whole = matmul.local_bytes(side, without=axis)
+    full_bytes = matmul.local_bytes(side, without=axis)
     if have is None or have == want:
         return None
     if want is None:
-        return _Move("all_gather", side, have, whole * (n - 1) // n)
-    return _Move("all_to_all", side, have, whole * (n - 1) // n**2, c)
+        return _Move("all_gather", side, have, full_bytes * (n - 1) // n)
+    return _Move("all_to_all", side, have, full_bytes * (n - 1) // n**2, c)
 
 
 def _result_move(matmul: ShardedMatmul, axis: str, c: str | None) -> _Move | None:
     want = matmul.letter_of("out", axis)
     n = matmul.axis_sizes[axis]
-    whole = matmul.local_bytes("out", without=axis)
+    full_bytes = matmul.local_bytes("out", without=axis)
     if c is not None and c not in matmul.einsum.out:
         if want is None:
-            return _Move("all_reduce", "out", c, 2 * whole * (n - 1) // n)
-        return _Move("reduce_scatter", "out", want, whole * (n - 1) // n)
+            return _Move("all_reduce", "out", c, 2 * full_bytes * (n - 1) // n)
+        return _Move("reduce_scatter", "out", want, full_bytes * (n - 1) // n)
     if c is None or c == want:
         return None
     if want is None:
-        return _Move("gather", "out", c, whole * (n - 1) // n)
-    return _Move("all_to_all", "out", c, whole * (n - 1) // n**2, want)
+        return _Move("gather", "out", c, full_bytes * (n - 1) // n)
+    return _Move("all_to_all", "out", c, full_bytes * (n - 1) // n**2, want)
 
 
 def _split(matmul: ShardedMatmul, axis: str, c: str | None, paid: Sequence[_Move]) -> Split:
@@ -253,11 +253,11 @@ def _split(matmul: ShardedMatmul, axis: str, c: str | None, paid: Sequence[_Move
         side: c if c is not None and c in matmul.einsum.side(side) else None
         for side in ("lhs", "rhs", "out")
     }
-    motion = None
+    collective = None
     for move in paid:
-        motion = move.motion()
-        if motion.kind == "all_to_all" and motion.side == "out":
-            at["out"] = motion.to
-        elif motion.kind != "all_reduce":
-            at[motion.side] = motion.letter
-    return Split(axis, matmul.axis_sizes[axis], at["lhs"], at["rhs"], at["out"], motion)
+        collective = move.collective()
+        if collective.kind == "all_to_all" and collective.side == "out":
+            at["out"] = collective.to
+        elif collective.kind != "all_reduce":
+            at[collective.side] = collective.letter
+    return Split(axis, matmul.axis_sizes[axis], at["lhs"], at["rhs"], at["out"], collective)

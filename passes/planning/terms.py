@@ -40,9 +40,9 @@ class Requests:
             ValueError: if one does not.
         """
         lines = self.granularity if isinstance(self.granularity, Mapping) else ()
-        asked = [("skip", line) for line in self.skip] + [("granularity", line) for line in lines]
-        for option, pattern in asked:
-            if not any(_matches(pattern, of) for of in names.values()):
+        named = [("skip", line) for line in self.skip] + [("granularity", line) for line in lines]
+        for option, pattern in named:
+            if not any(_matches(pattern, one) for one in names.values()):
                 known = ", ".join(_known(names)) or "none"
                 raise UserError(
                     f"{option}={pattern!r} names no line and no module of a matmul; the step's "
@@ -53,12 +53,12 @@ class Requests:
         """Return why a matmul, by its line and its module, is skipped; None if it is not."""
         if any(_matches(pattern, names) for pattern in self.skip):
             return Reason("skipped", "by skip=")
-        if (asked := self.variant(names)) is not None and asked.style == "plain":
+        if (variant := self.variant(names)) is not None and variant.style == "plain":
             return Reason("not ringed", "by granularity=")
         return None
 
     @property
-    def left_plain(self) -> dict[int, Reason]:
+    def rejections(self) -> dict[int, Reason]:
         """The reason of the skip of each rejected matmul, by matmul id."""
         return {site: Reason("not ringed", why) for site, why in self.rejected.items()}
 
@@ -110,6 +110,6 @@ def _known(names: Mapping[int, Sequence[str]]) -> Iterator[str]:
     modules: dict[str, dict[str, None]] = {}
     for source, module in names.values():
         modules.setdefault(source, {})[module] = None
-    for source, of in modules.items():
-        listed = ", ".join(filter(None, of))
+    for source, names_of_line in modules.items():
+        listed = ", ".join(filter(None, names_of_line))
         yield f"{source} ({listed})" if listed else source

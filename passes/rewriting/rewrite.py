@@ -30,7 +30,7 @@ from jaxoverlap.passes.edited import EditedStep, check_sites, misfit
 from jaxoverlap.passes.planning.decide import decisions
 from jaxoverlap.passes.planning.entries import source_of
 from jaxoverlap.passes.planning.ring_edits import RingEdit, placed
-from jaxoverlap.passes.planning.ring_plan import Hoist, Member, Ring, Sharing, Value
+from jaxoverlap.passes.planning.ring_plan import BodyRings, Hoist, Member, Ring, Value
 from jaxoverlap.passes.rewriting.ring_functions import (
     dot_on,
     likeness,
@@ -50,18 +50,18 @@ class Rings:
     """The rings of a step, as edits have made them.
 
     Attributes:
-        sharings: those of each body, by its number.
+        rings_by_body: those of each body, by its number.
         gathered: the variables of what is gathered before rings, each with the bytes that a device
             holds of it.
     """
 
-    sharings: Mapping[int, Sharing]
+    rings_by_body: Mapping[int, BodyRings]
     gathered: Mapping[Any, int]
 
     @property
     def automatic(self) -> tuple[Ring, ...]:
         """The rings of all collectives but those that the user wrote in a shard_map."""
-        every = (ring for sharing in self.sharings.values() for ring in sharing.rings)
+        every = (ring for body_rings in self.rings_by_body.values() for ring in body_rings.rings)
         return tuple(ring for ring in every if ring.written is None)
 
     @property
@@ -69,8 +69,8 @@ class Rings:
         """The plan's `Decision` of each rewritten matmul, by the number of the matmul."""
         return {
             site: entry
-            for sharing in self.sharings.values()
-            for site, entry in decisions(sharing).items()
+            for body_rings in self.rings_by_body.values()
+            for site, entry in decisions(body_rings).items()
         }
 
 
@@ -83,17 +83,19 @@ def run(step: EditedStep, edits: Sequence[RingEdit]) -> EditedStep:
                 raise misfit(edit, f"matmul {matmul.site} is in another ring too")
     every, sizes = bodies(step.jaxpr), dict(step.mesh.shape)
     check_sites({dot.index for body in every for dot in body.dots}, named.items())
-    sharings: dict[int, Sharing] = {}
+    rings_by_body: dict[int, BodyRings] = {}
     for body in every:
         here = list({id(e): e for dot in body.dots if (e := named.get(dot.index))}.values())
         if here:
-            sharings[body.index] = placed(body, here, sizes)
+            rings_by_body[body.index] = placed(body, here, sizes)
     with without_ties(many_processes_of_cpus(step.mesh.devices.flat)):
-        jaxpr, gathered = rewrite(step.jaxpr, sharings, step.mesh)
-    return step.to(jaxpr, {MakeRing: Rings(sharings, gathered)})
+        jaxpr, gathered = rewrite(step.jaxpr, rings_by_body, step.mesh)
+    return step.to(jaxpr, {MakeRing: Rings(rings_by_body, gathered)})
 
 
-def rewrite(jaxpr: Any, sharings: Mapping[int, Sharing], mesh: Mesh) -> tuple[Any, dict[Any, int]]:
+def rewrite(
+    jaxpr: Any, rings_by_body: Mapping[int, BodyRings], mesh: Mesh
+) -> tuple[Any, dict[Any, int]]:
     """Replace a jaxpr's matmuls by rings, as decided for each body (by its number).
 
     Returns:
@@ -106,12 +108,12 @@ def rewrite(jaxpr: Any, sharings: Mapping[int, Sharing], mesh: Mesh) -> tuple[An
     gathered: dict[Any, int] = {}
 
     def visit(body: Body) -> list[Any] | None:
-        sharing = sharings.get(body.index)
-        if sharing is None or not (sharing.rings or sharing.readers):
+        body_rings = rings_by_body.get(body.index)
+        if body_rings is None or not (body_rings.rings or body_rings.readers):
             return None
-        rewritten = _Rewritten(body, sharing, mesh)
+        rewritten = _Rewritten(body, body_rings, mesh)
         eqns = rewritten.eqns()
-        hoisted = ((value, v) for value, v in rewritten.made.items() if value in sharing.hoisted)
+        hoisted = ((value, v) for value, v in rewritten.made.items() if value in body_rings.hoisted)
         gathered.update((v, _local_bytes(value, mesh)) for value, v in hoisted)
         return eqns
 
@@ -121,8 +123,8 @@ def rewrite(jaxpr: Any, sharings: Mapping[int, Sharing], mesh: Mesh) -> tuple[An
 class _Rewritten:
     """One body, written anew: it emits each gather when the first that reads it comes."""
 
-    def __init__(self, body: Body, sharing: Sharing, mesh: Mesh):
-        self.body, self.sharing = body, sharing
+    def __init__(self, body: Body, body_rings: BodyRings, mesh: Mesh):
+        self.body, self.body_rings = body, body_rings
         self.explicit = explicit_axes(mesh)
         self.mesh = automatic(mesh)
         self.dot = dot_on(mesh)
@@ -130,7 +132,7 @@ class _Rewritten:
         self.new: list[Any] = []
 
     def eqns(self) -> list[Any]:
-        for step in self.sharing.in_order(self.body):
+        for step in self.body_rings.in_order(self.body):
             if isinstance(step, Ring):
                 self.ring(step)
             elif isinstance(step, Member):
@@ -143,7 +145,7 @@ class _Rewritten:
         """Return the variable that holds a value; emit its gather if it is the first to ask."""
         if value in self.made:
             return self.made[value]
-        hoist = self.sharing.hoisted.get(value)
+        hoist = self.body_rings.hoisted.get(value)
         if hoist is None:
             return value.var
         before = self.atom(hoist.before, like)
@@ -200,12 +202,12 @@ class _Rewritten:
         """Return the variable of the gathered value that a ring returns too."""
         if ring.written:
             return ring.written.eqn.outvars[0]
-        self.made[ring.whole] = self.moved(ring.whole)
-        return self.made[ring.whole]
+        self.made[ring.gathered] = self.moved(ring.gathered)
+        return self.made[ring.gathered]
 
     def written(self, ring: Ring, operands: Sequence[Any], results: Sequence[Any]) -> None:
         """Emit the ring of a collective that the user wrote, whose axis is manual in the body."""
-        manual = self.sharing.manual
+        manual = self.body_rings.manual
         assert manual is not None
         fn, eqn = ring_body(ring, self.dot, invarying=manual.checked), ring.members[0].dot.eqn
         with compat.in_shard_maps(manual.maps):
@@ -223,7 +225,7 @@ def _failed(ring: Ring, error: Exception) -> RewriteError:
     dots = [member.dot for member in ring.members]
     what = f"({ring.first.matmul.einsum}, {dots[0].eqn})"
     if ring.written:
-        what = f"beside {ring.written.eqn}"
+        what = f"next to {ring.written.eqn}"
     return could_not_rewrite([dot.index for dot in dots], what, map(source_of, dots), error)
 
 

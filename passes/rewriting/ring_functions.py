@@ -103,8 +103,8 @@ def _arriving(ring: Ring, dot: _Dot, shard: Array, *others: Array) -> list[Array
     shard = _gather_others(shard, ring.side, layout)
     gathered, split = Dim(ring.dim, layout.outer(ring.side, layout.letter, axis)), None
     if ring.kind == "all_to_all":
-        assert layout.motion.to is not None and ring.other_dim is not None
-        split = Dim(ring.other_dim, layout.outer(ring.side, layout.motion.to, axis))
+        assert layout.collective.to is not None and ring.other_dim is not None
+        split = Dim(ring.other_dim, layout.outer(ring.side, layout.collective.to, axis))
     readers = [_reader(m, dot, other) for m, other in zip(ring.members, others, strict=True)]
     results = operand_ring(
         ring.kind, shard, readers, _along(ring), gathered=gathered, split=split, keep=ring.keep
@@ -141,7 +141,7 @@ def _leaving(ring: Ring, dot: _Dot, invarying: bool, *operands: Array) -> list[A
     gathered = None
     if ring.kind == "all_to_all":
         assert ring.other_dim is not None
-        gathered = Dim(ring.other_dim, layout.outer("out", layout.motion.letter, axis))
+        gathered = Dim(ring.other_dim, layout.outer("out", layout.collective.letter, axis))
     end = ring.members[0].dot.eqn.outvars[0] if ring.total is None else ring.total
     total = result_ring(
         ring.kind,
@@ -205,7 +205,7 @@ def _product(member: Member, dot: _Dot) -> LocalDot:
     """Make the function that multiplies one chunk, with the views between it and what moves."""
     if not member.views:
         return functools.partial(dot, member)
-    side, own = member.ring_layout.motion.side, member.dot.eqn.outvars[0].aval.dtype
+    side, own = member.ring_layout.collective.side, member.dot.eqn.outvars[0].aval.dtype
     seen = End(None, views=member.views).seen
 
     def product(lhs: Array, rhs: Array, dtype: Any) -> Array:
@@ -252,10 +252,10 @@ def _is_wider(dtype: Any, other: Any) -> bool:
 def _gather_others(operand: Array, side: Side, layout: Layout) -> Array:
     """Gather one operand over the other mesh axes before the ring, without chunks."""
     for split in layout.others:
-        motion = split.motion
-        if motion is not None and motion.kind == "all_gather" and motion.side == side:
-            dim = layout.matmul.einsum.side(side).index(motion.letter)
-            cut = Chunking(split.axis_size, outer=layout.outer(side, motion.letter, split.axis))
+        collective = split.collective
+        if collective is not None and collective.kind == "all_gather" and collective.side == side:
+            dim = layout.matmul.einsum.side(side).index(collective.letter)
+            cut = Chunking(split.axis_size, outer=layout.outer(side, collective.letter, split.axis))
             operand = chunks.gather(operand, dim, split.axis, cut)
     return operand
 
@@ -263,18 +263,18 @@ def _gather_others(operand: Array, side: Side, layout: Layout) -> Array:
 def _reduce_others(out: Array, layout: Layout) -> Array:
     """Run the result's collectives over the other mesh axes after the ring, without chunks."""
     for split in layout.others:
-        motion = split.motion
-        if motion is None or motion.side != "out":
+        collective = split.collective
+        if collective is None or collective.side != "out":
             continue
-        if motion.kind == "all_reduce":
+        if collective.kind == "all_reduce":
             out = lax.psum(out, split.axis)
             continue
-        dim, cut = _cut(layout, split, motion.letter)
-        if motion.kind == "reduce_scatter":
+        dim, cut = _cut(layout, split, collective.letter)
+        if collective.kind == "reduce_scatter":
             out = chunks.scatter(out, dim, split.axis, cut)
         else:
-            assert motion.to is not None
-            wanted, wanted_cut = _cut(layout, split, motion.to)
+            assert collective.to is not None
+            wanted, wanted_cut = _cut(layout, split, collective.to)
             out = chunks.exchange(out, dim, cut, wanted, wanted_cut, split.axis)
     return out
 

@@ -33,7 +33,7 @@ from jaxoverlap.passes.analysis.einsum import Einsum
 from jaxoverlap.passes.analysis.jaxprs import Body, bodies, map_bodies
 from jaxoverlap.passes.analysis.partitioned import Shardings, SpmdProgram, partitioned
 from jaxoverlap.passes.planning.layout import Layout, traffic
-from jaxoverlap.passes.planning.ring_plan import Ring, Sharing
+from jaxoverlap.passes.planning.ring_plan import BodyRings, Ring
 from jaxoverlap.passes.rewriting.pin_results import constrained, dims_of, is_even
 from jaxoverlap.plan.decisions import Decision, Remaining, Scattered, Skip
 from jaxoverlap.plan.edits import Edit
@@ -57,13 +57,13 @@ class Decided:
 
     Attributes:
         entries: the decision on each matmul.
-        sharings: the rings of each body, by its number.
+        rings_by_body: the rings of each body, by its number.
         edits: the edits that make these rings, and scatter the gradients of lookups.
         sums: the sums of activations that stay scattered, by the number of the matmul.
     """
 
     entries: tuple[Decision | Skip, ...]
-    sharings: Mapping[int, Sharing]
+    rings_by_body: Mapping[int, BodyRings]
     edits: tuple[Edit, ...]
     sums: Mapping[int, Point] = field(default_factory=dict)
 
@@ -100,13 +100,18 @@ def _is_scatter(entry: Decision | Skip) -> bool:
     return isinstance(entry, Decision) and entry.kind == "matmul_reduce_scatter"
 
 
-def points(sharings: Iterable[Sharing]) -> dict[int, Point]:
+def points(rings_by_body: Iterable[BodyRings]) -> dict[int, Point]:
     """Find where the sums of a step could stay scattered, by the number of the matmul.
 
     These are the sums of all-reduce rings, but for gradients of weights, and for those that the
     user's own constraint wants replicated.
     """
-    rings = (ring for sharing in sharings for ring in sharing.rings if ring.kind == "all_reduce")
+    rings = (
+        ring
+        for body_rings in rings_by_body
+        for ring in body_rings.rings
+        if ring.kind == "all_reduce"
+    )
     members = (member for ring in rings for member in ring.members if not member.end.positions)
     point_of = {m.dot.index: _point(m.layout) for m in members if m.layout is not None}
     return {index: point for index, point in point_of.items() if point is not None}
@@ -115,8 +120,8 @@ def points(sharings: Iterable[Sharing]) -> dict[int, Point]:
 def _point(layout: Layout) -> Point | None:
     """Choose the dim over which to scatter a sum: one that no axis shards, then the largest."""
     matmul, ring = layout.matmul, layout.ring
-    letters, sizes = _rows(matmul.einsum), matmul.einsum.sizes
-    if any(s.motion and s.motion.side == "out" for s in layout.others):
+    letters, sizes = _token_letters(matmul.einsum), matmul.einsum.sizes
+    if any(s.collective and s.collective.side == "out" for s in layout.others):
         return None  # summed over two axes
 
     def parts(letter: str) -> int:
@@ -130,15 +135,15 @@ def _point(layout: Layout) -> Point | None:
     return Point(matmul.einsum.out.index(best), axes)
 
 
-def _rows(einsum: Einsum) -> str:
+def _token_letters(einsum: Einsum) -> str:
     """Return the letters of the result's token dims, from the activation; empty if it has none.
 
     The activation is the operand with more dims. Its token dims come first; a matmul with a weight
     keeps them; the gradient of a weight sums over them.
     """
     activation = einsum.rhs if len(einsum.rhs) > len(einsum.lhs) else einsum.lhs
-    own = [c for c in activation if einsum.role(c) != "batch"]
-    if not own or einsum.role(own[0]) == "contracted":
+    letters = [c for c in activation if einsum.role(c) != "batch"]
+    if not letters or einsum.role(letters[0]) == "contracted":
         return ""
     return "".join(c for c in activation if c in einsum.out)
 
@@ -205,34 +210,34 @@ def partitioned_scattered(
 def _summed(eqn: Any, dims: Sequence[Any], mesh: Mesh) -> list[Any]:
     """Return a matmul, and a constraint on its result."""
     (out,) = eqn.outvars
-    own = compat.like_var(out)
-    return [eqn.replace(outvars=[own]), *constrained(own, out, dims, mesh, eqn)]
+    result = compat.like_var(out)
+    return [eqn.replace(outvars=[result]), *constrained(result, out, dims, mesh, eqn)]
 
 
 # -- which is better ------------------------------------------------------------------------------
 
 
 def exposure(
-    sharings: Iterable[Sharing],
-    beside: Iterable[Remaining | Scattered],
+    rings_by_body: Iterable[BodyRings],
+    others: Iterable[Remaining | Scattered],
     costs: Mapping[str, float],
 ) -> float:
     """Price the collectives of a step: all their bytes, and once more those that no matmul hides.
 
     Args:
-        sharings: its rings.
-        beside: the collectives that XLA still runs, and the gradients of lookups.
+        rings_by_body: its rings.
+        others: the collectives that XLA still runs, and the gradients of lookups.
         costs: the cost of a byte along each mesh axis.
     """
     total = 0.0
-    for ring in (ring for sharing in sharings for ring in sharing.rings):
-        total += _of_ring(ring, costs)
-    for left in beside:
-        total += 2 * left.bytes_moved * max(costs.get(a, 1.0) for a in left.axes)
+    for ring in (ring for body_rings in rings_by_body for ring in body_rings.rings):
+        total += _ring_cost(ring, costs)
+    for other in others:
+        total += 2 * other.bytes_moved * max(costs.get(a, 1.0) for a in other.axes)
     return total
 
 
-def _of_ring(ring: Ring, costs: Mapping[str, float]) -> float:
+def _ring_cost(ring: Ring, costs: Mapping[str, float]) -> float:
     """Return the cost of a ring, and of its matmuls' collectives on other axes."""
     total = 0.0
     for member in ring.members:
@@ -245,6 +250,6 @@ def _of_ring(ring: Ring, costs: Mapping[str, float]) -> float:
                 half * sent[layout.ring.axis] * costs.get(layout.ring.axis, 1.0) * member.dot.runs
             )
         if leads or ring.arrives:
-            beside = [s.axis for s in layout.others if s.motion]
-            total += sum(2 * sent[a] * costs.get(a, 1.0) for a in beside) * member.dot.runs
+            axes = [s.axis for s in layout.others if s.collective]
+            total += sum(2 * sent[a] * costs.get(a, 1.0) for a in axes) * member.dot.runs
     return total

@@ -290,7 +290,7 @@ def test_a_matmul_inside_a_shard_map():
         return jax.shard_map(lambda x, w: x @ w, mesh=MESH, **specs)(x, w)
 
     args = (struct(16, 32, spec=("model",)), struct(32, 64))
-    assert reason(step, *args) == "no collective: none beside it inside shard_map"
+    assert reason(step, *args) == "no collective: none next to it inside shard_map"
 
 
 def test_more_dims_than_letters():

@@ -159,9 +159,9 @@ def test_a_sum_of_terms_that_are_sharded_apart(mesh: Mesh):
     full, rows, columns = ((), ()), (("model",), ()), ((), ("model",))
     read = Shardings(rows, columns, columns)  # both gather operand 0 in one ring
     told = {0: read, 1: read, 2: Shardings(full, full, full), 3: Shardings(rows, full, full)}
-    _, sharings = decide([body], told, Terms(axis_sizes=dict(mesh.shape)))
-    assert [len(ring.members) for ring in sharings[body.index].rings] == [2]
-    made = local_group(body, told, sharings[body.index], (), mesh)
+    _, rings_by_body = decide([body], told, Terms(axis_sizes=dict(mesh.shape)))
+    assert [len(ring.members) for ring in rings_by_body[body.index].rings] == [2]
+    made = local_group(body, told, rings_by_body[body.index], (), mesh)
     assert made.results == (columns, columns, full)
 
 

@@ -35,7 +35,7 @@ from jaxoverlap.plan.edits import (
     in_order,
 )
 from jaxoverlap.step import check_plan as made
-from jaxoverlap.tuning.candidates import in_ways
+from jaxoverlap.tuning.candidates import with_variants
 from tests.golden.facts import counted
 from tests.support.pods import needs_plugin
 
@@ -193,7 +193,7 @@ def test_manual_code(tmp_path, variant):
     elsewhere = msgspec.structs.replace(first, written=99)
     misplaced = [elsewhere if e is first else e for e in plan.edits]
     said = refused(with_edits(plan, misplaced), step, *args)
-    assert "no collective of the user's is there beside these matmuls" in said
+    assert "no collective of the user's is next to these matmuls" in said
 
 
 def test_explicit_meshes(tmp_path):
@@ -246,7 +246,7 @@ def test_rings_in_any_way_compute_the_same(tmp_path_factory, expected, names, fs
     step = train_step()
     plan = overlap(step, fsdp=fsdp).explain(*arguments())
     ways = {ring.site: Variant.parse(names[ring.site]) for ring in plan.rings}
-    changed = in_ways(plan, ways)
+    changed = with_variants(plan, ways)
     followed = overlap(step, plan=changed)
     again = same_again(tmp_path_factory.mktemp("plan"), followed, *arguments())
     assert {r.site: r.variant for r in again.rings} == {
@@ -269,7 +269,7 @@ def test_following_a_plan_asks_xla_nothing(plan):
 def test_a_way_is_for_the_whole_ring(plan):
     ring = next(r for r in plan.rings if len(r.matmuls) == 2)
     for name in ("two_way", "plain"):
-        changed = in_ways(plan, {ring.site: Variant.parse(name)})
+        changed = with_variants(plan, {ring.site: Variant.parse(name)})
         entries = overlap(train_step(), plan=changed).explain(*arguments()).entries
         for matmul in ring.matmuls:
             entry = entries[matmul.site]

@@ -45,10 +45,10 @@ def decided(
     inner = inner or width
     shapes = [jax.ShapeDtypeStruct(s, dtype) for s in ((rows, inner), (inner, width))]
     step_bodies = bodies(jax.make_jaxpr(matmul)(*shapes))
-    (entry,), sharings = decide(
+    (entry,), rings_by_body = decide(
         step_bodies, {0: Read(*specs)}, terms_of(AXES, prices=prices, **options)
     )
-    return entry, [ring for sharing in sharings.values() for ring in sharing.rings]
+    return entry, [ring for body_rings in rings_by_body.values() for ring in body_rings.rings]
 
 
 def ring_of(specs, rows: int, width: int = 8192, inner: int | None = None) -> Ring:

@@ -25,11 +25,11 @@ from jaxoverlap.tuning.candidates import (
     RULES,
     Candidate,
     exposed_s,
-    in_ways,
     moves,
     rows,
     seeds,
     settings,
+    with_variants,
 )
 from jaxoverlap.tuning.lagom.granularity import GranularityModel
 from jaxoverlap.tuning.search import Search
@@ -265,7 +265,7 @@ def test_a_plan_in_other_ways_keeps_what_its_matmuls_still_read():
         ReadGathered(matmul=EditedMatmul(site=7), rings=(2,)),
     ]
     rules = replaced(plan(ring(1), ring(2)), edits=(edit(1), edit(2), *reads, GatherAhead()))
-    fewer = in_ways(rules, {1: Variant("plain")})
+    fewer = with_variants(rules, {1: Variant("plain")})
     assert [str(e) for e in fewer.edits] == [
         "ring of all_gather over model, one_way: matmuls 2",
         "matmul 6 reads what the all_gather on data moved",
@@ -273,11 +273,11 @@ def test_a_plan_in_other_ways_keeps_what_its_matmuls_still_read():
         "gather weights of scans a step of the scan ahead",
         "leave out dims of size 1 once for all matmuls that read a value",
     ]
-    more = in_ways(rules, {5: Variant("two_way"), 2: Variant("sliced", 2)}, {5: edit(5)})
+    more = with_variants(rules, {5: Variant("two_way"), 2: Variant("sliced", 2)}, {5: edit(5)})
     assert ways_of(more) == {1: Variant(), 2: Variant("sliced", 2), 5: Variant("two_way")}
     assert [e.matmul.site for e in more.edits if isinstance(e, ReadGathered)] == [6, 7]
     shared = replaced(edit(5), matmuls=(EditedMatmul(site=5), EditedMatmul(site=2)))
-    assert 5 not in ways_of(in_ways(rules, {5: Variant()}, {5: shared})), "ring 2 has it"
+    assert 5 not in ways_of(with_variants(rules, {5: Variant()}, {5: shared})), "ring 2 has it"
 
 
 def test_seeds_for_what_nothing_waits_for_come_last():
@@ -301,7 +301,7 @@ HALVES = Halves(parts=2, unroll=2, whole_s=8.0, step_s=7.0)
             HALVES,
             replace(BASE, halves=2, unroll=2),
             {
-                "whole rows": 8.0,
+                "no batch split": 8.0,
                 "2 parts": None,
                 "2 parts, unrolled 4 times": None,
                 "4 parts": None,
@@ -338,9 +338,9 @@ def test_whole_plans_are_compiled_only_where_they_may_be_the_fastest(tmp_path):
     searcher.look = look
     searcher.run()
     assert {"2 parts", "4 parts", "no rings"} <= {*names(searcher)}
-    assert not {"whole rows", "2 parts, unrolled 4 times"} & {*names(searcher)}
+    assert not {"no batch split", "2 parts, unrolled 4 times"} & {*names(searcher)}
     looked = {one.name: one.step_s for one in searcher.looked.values()}
-    assert looked["whole rows"] == 8.0 and looked["2 parts, unrolled 4 times"] == 8.0
+    assert looked["no batch split"] == 8.0 and looked["2 parts, unrolled 4 times"] == 8.0
 
 
 class Cuts(GranularityModel):

@@ -23,7 +23,7 @@ from jaxoverlap.cost.groups import Group, Sent
 from jaxoverlap.cost.kernels import KernelWork
 from jaxoverlap.cost.model import CostModel
 from jaxoverlap.passes.planning.layout import traffic
-from jaxoverlap.passes.planning.profit import SLICES, chunk, whole
+from jaxoverlap.passes.planning.profit import SLICES, chunk, full_kernel
 from jaxoverlap.passes.planning.ring_plan import Member, Ring
 from jaxoverlap.plan.collectives import OPCODE_OF
 from jaxoverlap.plan.edits import MakeRing
@@ -89,7 +89,7 @@ def site_of(ring: Ring, source: str, group: Group) -> Site:
         source,
         ways,
         Communication(kind, sent, group, runs, space=space, ring=devices),
-        Computation(KernelWork(tuple(whole(m) for m in ring.members)), runs, cut),
+        Computation(KernelWork(tuple(full_kernel(m) for m in ring.members)), runs, cut),
     )
 
 

@@ -39,9 +39,9 @@ class WrittenCollective:
     def bytes_moved(self) -> int:
         """Bytes that each device sends in one run, by a ring."""
         before, n = self.eqn.invars[0].aval, self.axis_size
-        whole = before.size * before.dtype.itemsize // self.spread * (n - 1)
+        ring_bytes = before.size * before.dtype.itemsize // self.spread * (n - 1)
         times = {"all_gather": n, "all_reduce": 2}.get(self.kind, 1)
-        return times * whole // n
+        return times * ring_bytes // n
 
     @property
     def dim_of_sum(self) -> int | None:
@@ -73,7 +73,7 @@ def written_collective(
     """
     name, params = eqn.primitive.name, eqn.params
     if name not in RINGED:
-        return Reason("no ring", f"{name} beside it is not decomposed")
+        return Reason("no ring", f"{name} next to it is not decomposed")
     named = params["axes"] if "axes" in params else params["axis_name"]
     named = named if isinstance(named, tuple) else (named,)
     if params.get("axis_index_groups") is not None:

@@ -24,7 +24,7 @@ from jaxoverlap.passes.planning.layout import Layout
 from jaxoverlap.passes.planning.manual.collective import WrittenCollective, written_collective
 from jaxoverlap.passes.planning.matmuls import why_unfit
 from jaxoverlap.passes.planning.ring_plan import Member, Ring, Value
-from jaxoverlap.passes.planning.splits import Motion, ShardedMatmul, Split
+from jaxoverlap.passes.planning.splits import ImpliedCollective, ShardedMatmul, Split
 from jaxoverlap.plan.decisions import Reason
 
 
@@ -59,12 +59,12 @@ class Neighbour(NamedTuple):
         shapes = [v.aval.shape for v in self.dot.eqn.invars]
         einsum = einsum_of(self.dot.eqn.params["dimension_numbers"], *shapes)
         letters = list(einsum.side(self.side))
-        turns = [e.params["permutation"] for e in self.views if e.primitive.name == "transpose"]
-        for turn in turns if self.side == "out" else reversed(turns):
+        orders = [e.params["permutation"] for e in self.views if e.primitive.name == "transpose"]
+        for order in orders if self.side == "out" else reversed(orders):
             if self.side == "out":
-                letters = [letters[d] for d in turn]
+                letters = [letters[d] for d in order]
             else:
-                letters = [letters[turn.index(d)] for d in range(len(turn))]
+                letters = [letters[order.index(d)] for d in range(len(order))]
         return dataclasses.replace(einsum, **{self.side: "".join(letters)})
 
     def member(self, collective: WrittenCollective, dim: int) -> Member:
@@ -98,8 +98,8 @@ class Neighbour(NamedTuple):
         matmul = ShardedMatmul(einsum, *specs.values(), itemsize, {axis: n})  # type: ignore[arg-type]
         letter = letters[dim if collective.dim is None else collective.dim]
         to = None if collective.wanted is None else letters[collective.wanted]
-        motion = Motion(collective.kind, self.side, letter, collective.bytes_moved, to)
-        split = Split(axis, n, None, None, None, motion)
+        implied = ImpliedCollective(collective.kind, self.side, letter, collective.bytes_moved, to)
+        split = Split(axis, n, None, None, None, implied)
         return Layout(matmul, split, letters[dim], (), **specs)
 
 

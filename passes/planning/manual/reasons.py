@@ -27,20 +27,20 @@ def refusal_of(dot: Dot, requests: Requests) -> Reason | None:
     assert dot.manual is not None
     if dot.manual.explicit:
         axes = ", ".join(dot.manual.explicit)
-        return _no_ring(f"mesh axis {axes} is explicit beside the manual ones")
+        return _no_ring(f"mesh axis {axes} is explicit next to the manual ones")
     return refusal(dataclasses.replace(dot, inside=None), requests)
 
 
 def crossed(member: Member, shardings: Mapping[int, Shardings]) -> Reason | None:
     """Return why a shard_map's automatic axes forbid a matmul's ring, or None."""
-    matmul = beside(member.dot, shardings)
+    matmul = sharded_by_xla(member.dot, shardings)
     if matmul is None or isinstance(matmul, Reason):
         return matmul
-    moved = [s.axis for s in matmul.splits if isinstance(s, Refusal) or s.motion]
+    moved = [s.axis for s in matmul.splits if isinstance(s, Refusal) or s.collective]
     if moved:
         return _no_ring(f"XLA moves it along {', '.join(moved)} too, and would do so once a chunk")
     layout = member.ring_layout
-    moving = {layout.letter, layout.motion.letter, layout.motion.to}
+    moving = {layout.letter, layout.collective.letter, layout.collective.to}
     for side in SIDES:
         for letter, axes in zip(matmul.einsum.side(side), matmul.spec(side), strict=True):
             if letter in moving and axes:
@@ -50,7 +50,7 @@ def crossed(member: Member, shardings: Mapping[int, Shardings]) -> Reason | None
     return None
 
 
-def beside(dot: Dot, shardings: Mapping[int, Shardings]) -> ShardedMatmul | Reason | None:
+def sharded_by_xla(dot: Dot, shardings: Mapping[int, Shardings]) -> ShardedMatmul | Reason | None:
     """Return a matmul sharded on automatic axes, or why it is unknown; None without such axes."""
     sizes = dot.manual.automatic if dot.manual else {}
     if not sizes:
@@ -67,10 +67,10 @@ def beside(dot: Dot, shardings: Mapping[int, Shardings]) -> ShardedMatmul | Reas
 
 def spread(member: Member, shardings: Mapping[int, Shardings]) -> int:
     """Count the devices of automatic axes over which the moving value is spread."""
-    matmul = beside(member.dot, shardings)
+    matmul = sharded_by_xla(member.dot, shardings)
     if matmul is None or isinstance(matmul, Reason):
         return 1
-    moving = matmul.spec(member.ring_layout.motion.side)
+    moving = matmul.spec(member.ring_layout.collective.side)
     return math.prod(matmul.axis_sizes[a] for axes in moving for a in axes)
 
 
@@ -87,7 +87,7 @@ def why_not(found: Neighbours, dot: Dot, rings: Sequence[Ring]) -> Reason:
     waiting = [why.detail for why in whys if why.code != "no collective"]
     if waiting:
         return _no_ring("; ".join(waiting))
-    idle = [why.detail for why in whys] or ["none beside it inside shard_map"]
+    idle = [why.detail for why in whys] or ["none next to it inside shard_map"]
     return Reason("no collective", "; ".join(idle))
 
 
@@ -103,7 +103,7 @@ def _above(found: Neighbours, var: Any, done: Mapping[int, int]) -> Reason | Non
             if position in done:
                 return _done(done[position], eqn.primitive.name)
             what = f"reads the result of {eqn.primitive.name}"
-            return collective if isinstance(collective, Reason) else _left(what, through)
+            return collective if isinstance(collective, Reason) else _not_decomposed(what, through)
         if not is_view(eqn):
             if through or len(eqn.invars) != 1:
                 return None
@@ -130,7 +130,7 @@ def _below(found: Neighbours, var: Any, done: Mapping[int, int]) -> Reason | Non
                     n = collective.axis_size
                     return _no_ring(f"no dim of the result {shape} divides into {n} chunks")
                 known = collective.kind in _AFTER
-                return _left(f"its result is read by {name}", through if known else "")
+                return _not_decomposed(f"its result is read by {name}", through if known else "")
         eqn = found.eqns[readers[0]]
         opaque = len(eqn.outvars) != 1 or readers[0] in found.dots
         if len(readers) > 1 or opaque or (through and not is_view(eqn) and not is_sum(eqn)):
@@ -148,7 +148,7 @@ def _done(ring: int, name: str) -> Reason:
     return Reason("no collective", f"ring {ring} does its {name}")
 
 
-def _left(what: str, through: str) -> Reason:
+def _not_decomposed(what: str, through: str) -> Reason:
     """Return why a matmul has no ring although rings can decompose its kind of collective."""
     if through in ("add", "add_any"):
         return _no_ring(f"{what} in a sum with something else")

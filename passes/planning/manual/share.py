@@ -27,7 +27,7 @@ from jaxoverlap.passes.analysis.jaxprs import Body
 from jaxoverlap.passes.analysis.partitioned import Shardings
 from jaxoverlap.passes.planning.manual.find import Neighbours, possible_rings
 from jaxoverlap.passes.planning.manual.reasons import crossed, refusal_of, spread, why_not
-from jaxoverlap.passes.planning.ring_plan import Ring, Sharing
+from jaxoverlap.passes.planning.ring_plan import BodyRings, Ring
 from jaxoverlap.passes.planning.terms import Requests
 from jaxoverlap.plan.decisions import Reason
 
@@ -37,7 +37,7 @@ def share_written(
     shardings: Mapping[int, Shardings],
     requests: Requests,
     rejected: Mapping[int, Reason],
-) -> Sharing:
+) -> BodyRings:
     """Choose the matmuls of a manual body that have rings; the largest collectives choose first.
 
     Args:
@@ -46,7 +46,7 @@ def share_written(
         requests: the user's requests.
         rejected: the number of each matmul whose ring was rejected, with the reason.
     """
-    sharing, found = started(body)
+    body_rings, found = started(body)
     whys = {dot.index: why for dot in body.dots if (why := refusal_of(dot, requests))}
     whys |= {dot.index: rejected[dot.index] for dot in body.dots if dot.index in rejected}
     taken: set[int] = set()
@@ -59,27 +59,29 @@ def share_written(
         for member in ring.members:
             if why := crossed(member, shardings):
                 whys.setdefault(member.dot.index, why)
-        if placed := place(sharing, ring, taken | whys.keys()):
+        if placed := add_written_ring(body_rings, ring, taken | whys.keys()):
             taken |= {member.dot.index for member in placed.members}
-    for ring in filter(lambda ring: ring.arrives, sharing.rings):
+    for ring in filter(lambda ring: ring.arrives, body_rings.rings):
         keep(found, ring)
         assert ring.written is not None
         reading, _ = found.reading(ring.written.position)
         late = {one.dot.index: one.dot for one in reading}
-        sharing.late += [(late[site], ring) for site in late if site not in taken | whys.keys()]
-    _leave(sharing, found, possible, taken)
-    late = {dot.index for dot, _ in sharing.late}
+        body_rings.late += [(late[site], ring) for site in late if site not in taken | whys.keys()]
+    _list_left(body_rings, found, possible, taken)
+    late = {dot.index for dot, _ in body_rings.late}
     for dot in body.dots:
         if dot.index not in taken | late:
-            sharing.skipped[dot.index] = whys.get(dot.index) or why_not(found, dot, sharing.rings)
-    return sharing
+            body_rings.skipped[dot.index] = whys.get(dot.index) or why_not(
+                found, dot, body_rings.rings
+            )
+    return body_rings
 
 
-def started(body: Body) -> tuple[Sharing, Neighbours]:
+def started(body: Body) -> tuple[BodyRings, Neighbours]:
     """Return a manual body without rings, and the collectives next to its matmuls."""
     manual = body.dots[0].manual
     assert manual is not None
-    return Sharing(EquationOrder(body.eqns), manual=manual), Neighbours(body, manual)
+    return BodyRings(EquationOrder(body.eqns), manual=manual), Neighbours(body, manual)
 
 
 def _bytes(ring: Ring) -> int:
@@ -87,17 +89,17 @@ def _bytes(ring: Ring) -> int:
     return ring.written.bytes_moved
 
 
-def place(sharing: Sharing, ring: Ring, taken: Collection[int]) -> Ring | None:
+def add_written_ring(body_rings: BodyRings, ring: Ring, taken: Collection[int]) -> Ring | None:
     """Add a ring of a collective and its free matmuls, and return it; None if that is impossible.
 
     Args:
-        sharing: the rings of the body so far.
+        body_rings: the rings of the body so far.
         ring: the ring, with all matmuls next to its collective.
         taken: the numbers of matmuls that are not free.
     """
     assert ring.written is not None
-    position, order = ring.written.position, sharing.order
-    if any(other.written and other.written.position == position for other in sharing.rings):
+    position, order = ring.written.position, body_rings.order
+    if any(other.written and other.written.position == position for other in body_rings.rings):
         return None
     free = [member for member in ring.members if member.dot.index not in taken]
     if not free or (free != ring.members and not ring.arrives):
@@ -109,8 +111,8 @@ def place(sharing: Sharing, ring: Ring, taken: Collection[int]) -> Ring | None:
         made = free if order.merge(*group, *(m.dot.position for m in free)) else []
     if not made:
         return None
-    sharing.add(dataclasses.replace(ring, members=made))
-    return sharing.rings[-1]
+    body_rings.add(dataclasses.replace(ring, members=made))
+    return body_rings.rings[-1]
 
 
 def keep(found: Neighbours, ring: Ring) -> None:
@@ -122,11 +124,11 @@ def keep(found: Neighbours, ring: Ring) -> None:
     ring.keep = found.read_beyond(ring.written.position, positions | unread)
 
 
-def _leave(
-    sharing: Sharing, found: Neighbours, possible: Sequence[Ring], taken: Collection[int]
+def _list_left(
+    body_rings: BodyRings, found: Neighbours, possible: Sequence[Ring], taken: Collection[int]
 ) -> None:
     """List each collective without a ring with the first matmul next to it that has one."""
-    done = {ring.written.position for ring in sharing.rings if ring.written}
+    done = {ring.written.position for ring in body_rings.rings if ring.written}
     near: dict[int, tuple[str, Iterable[int]]] = {}
     for ring in possible:
         assert ring.written is not None
@@ -139,4 +141,4 @@ def _leave(
     for position, (text, sites) in near.items():
         first = next((site for site in sites if site in taken), None)
         if first is not None and position not in done:
-            sharing.left.setdefault(first, []).append(text)
+            body_rings.left.setdefault(first, []).append(text)

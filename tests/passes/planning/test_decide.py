@@ -37,11 +37,13 @@ def dots(step_bodies: Sequence[Body]) -> list[Dot]:
 
 def one(lhs, rhs, out, *, x=(16, 32), w=(32, 64), dtype="float32", fn=matmul, axes=AXES, **options):
     step_bodies = found_in(fn, x, w, dtype=dtype)
-    (entry,), sharings = decide(step_bodies, {0: Read(lhs, rhs, out)}, terms_of(axes, **options))
-    (sharing,) = sharings.values()
-    ringed = [m.dot.index for ring in sharing.rings for m in ring.members]
+    (entry,), rings_by_body = decide(
+        step_bodies, {0: Read(lhs, rhs, out)}, terms_of(axes, **options)
+    )
+    (body_rings,) = rings_by_body.values()
+    ringed = [m.dot.index for ring in body_rings.rings for m in ring.members]
     assert ringed == ([0] if isinstance(entry, Decision) else [])
-    assert sharing.skipped == ({} if ringed else {0: entry.why})
+    assert body_rings.skipped == ({} if ringed else {0: entry.why})
     return entry
 
 
@@ -111,7 +113,7 @@ def test_every_matmul_gets_an_entry_in_order():
 
     step_bodies = found_in(step, (16, 32), (32, 64))
     gather = ((M, NO), (NO, M), (NO, M))
-    entries, sharings = decide(
+    entries, rings_by_body = decide(
         step_bodies, {0: Read(*gather), 2: Read(*((NO, NO),) * 3)}, terms_of(AXES)
     )
     assert [e.site for e in entries] == [0, 1, 2]
@@ -120,9 +122,9 @@ def test_every_matmul_gets_an_entry_in_order():
         "its sharding is not known: it was dropped as unused, or lowered to something else",
         "no collective",
     ]
-    (sharing,) = sharings.values()
-    assert [ring.site for ring in sharing.rings] == [0]
-    assert set(sharing.skipped) == {1, 2}
+    (body_rings,) = rings_by_body.values()
+    assert [ring.site for ring in body_rings.rings] == [0]
+    assert set(body_rings.skipped) == {1, 2}
 
 
 BOTH = ("data", "model")
@@ -193,9 +195,9 @@ def test_opaque_bodies():
     def step(x, w):
         return lax.custom_linear_solve(lambda v: x @ v, w[:, 0], lambda _, b: b, symmetric=True)
 
-    entries, sharings = decide(found_in(step, (32, 32), (32, 4)), {}, terms_of(AXES))
+    entries, rings_by_body = decide(found_in(step, (32, 32), (32, 4)), {}, terms_of(AXES))
     assert entries
-    assert not any(s.rings or s.readers for s in sharings.values())
+    assert not any(s.rings or s.readers for s in rings_by_body.values())
     assert {e.reason for e in entries} == {
         "inside custom_linear_solve, whose body is not rewritten"
     }

@@ -15,7 +15,13 @@ from hypothesis import strategies as st
 
 from jaxoverlap.passes.analysis.einsum import SIDES, Einsum, Side, Spec
 from jaxoverlap.passes.planning.layout import Layout, lay_out, traffic
-from jaxoverlap.passes.planning.splits import Motion, Refusal, ShardedMatmul, Split, split
+from jaxoverlap.passes.planning.splits import (
+    ImpliedCollective,
+    Refusal,
+    ShardedMatmul,
+    Split,
+    split,
+)
 from jaxoverlap.passes.rings import orders
 from tests.support.splits import along, block, devices, einsums, key, one_axis, operands
 
@@ -39,7 +45,7 @@ def lay(given: ShardedMatmul, axis: str | None = None) -> Layout | str:
     """Lay out for the ring of an axis, or for the one that moves most, as `decide` does."""
     shared = understood(given)
     assert shared is not None, given.splits
-    moving = [s for s in shared if s.motion is not None]
+    moving = [s for s in shared if s.collective is not None]
     if axis is not None:
         return lay_out(given, shared, next(s for s in moving if s.axis == axis))
     return lay_out(given, shared, biggest(moving))
@@ -52,7 +58,7 @@ def understood(given: ShardedMatmul) -> list[Split] | None:
 
 
 def biggest(moving: Sequence[Split]) -> Split:
-    return max(moving, key=lambda s: s.motion.bytes_moved)  # type: ignore[union-attr]
+    return max(moving, key=lambda s: s.collective.bytes_moved)  # type: ignore[union-attr]
 
 
 # -- the specs, in which every axis of the matmul has its place -------------------------------------
@@ -174,7 +180,7 @@ def all_reduce(sizes: Mapping[str, int], out: Spec, axis_sizes: Mapping[str, int
 def test_an_all_reduce_is_cut_along_the_largest_dim_that_divides(sizes, letter: str):
     got = lay(all_reduce({**sizes, "k": 8}, ((), (), ()), {"x": 4}))
     assert isinstance(got, Layout)
-    assert got.ring.motion is not None and got.ring.motion.kind == "all_reduce"
+    assert got.ring.collective is not None and got.ring.collective.kind == "all_reduce"
     assert got.letter == letter
     assert got.out == ((), (), ())
 
@@ -276,8 +282,12 @@ def test_an_operand_that_is_exchanged_is_whole_where_it_arrives_and_split_where_
         )
     )
     assert isinstance(got, Layout)
-    assert got.ring.motion is not None
-    assert (got.ring.motion.kind, got.letter, got.ring.motion.to) == ("all_to_all", "n", "s")
+    assert got.ring.collective is not None
+    assert (got.ring.collective.kind, got.letter, got.ring.collective.to) == (
+        "all_to_all",
+        "n",
+        "s",
+    )
     assert got.lhs == (("data",), (), ("model",))
     assert got.rhs == ((), ())
     assert got.out == (("data",), ("model",), ())
@@ -297,8 +307,12 @@ def test_a_result_that_is_exchanged_is_cut_along_the_dim_that_it_is_wanted_on():
         )
     )
     assert isinstance(got, Layout)
-    assert got.ring.motion is not None
-    assert (got.ring.motion.kind, got.ring.motion.letter, got.letter) == ("all_to_all", "g", "s")
+    assert got.ring.collective is not None
+    assert (got.ring.collective.kind, got.ring.collective.letter, got.letter) == (
+        "all_to_all",
+        "g",
+        "s",
+    )
     assert got.lhs == got.rhs == (("model",), (), ())
     assert got.out == ((), ("model",), ())
     assert got.chunk() == 32 // 4
@@ -319,7 +333,7 @@ def test_the_exchange_of_another_axis_comes_after_the_ring():
         "now",
     )
     assert isinstance(got, Layout)
-    kinds = [(s.axis, s.motion.kind) for s in got.others if s.motion]
+    kinds = [(s.axis, s.collective.kind) for s in got.others if s.collective]
     assert kinds == [("data", "all_gather"), ("model", "all_to_all"), ("late", "reduce_scatter")]
     assert (got.letter, got.chunk()) == ("f", 64 // 2)  # data has gathered it, late has no part yet
     Mesh(got).check()
@@ -481,9 +495,9 @@ class Mesh:
         self.layout = layout
         self.einsum = layout.matmul.einsum
         self.sizes = layout.matmul.axis_sizes
-        motion = layout.ring.motion
-        assert motion is not None
-        self.motion = motion
+        collective = layout.ring.collective
+        assert collective is not None
+        self.collective = collective
         self.sent: Counter[str] = Counter()  # bytes, by axis, from all devices
         lhs, rhs, self.product = operands(self.einsum)
         self.lhs = self._blocks(lhs, layout.lhs, layout.matmul.lhs)
@@ -503,19 +517,19 @@ class Mesh:
     def run(self) -> Blocks:
         """Return every device's result."""
         for other in self.layout.others:
-            motion = other.motion
-            assert motion is not None
-            if motion.side == "out":
+            collective = other.collective
+            assert collective is not None
+            if collective.side == "out":
                 continue
-            assert motion.kind == "all_gather"
-            blocks = self.lhs if motion.side == "lhs" else self.rhs
-            dim, outer = self._at(motion.side, motion.letter, other.axis)
+            assert collective.kind == "all_gather"
+            blocks = self.lhs if collective.side == "lhs" else self.rhs
+            dim, outer = self._at(collective.side, collective.letter, other.axis)
             blocks.update(self._gather(blocks, other.axis, dim, outer))
         results = self._ring()
         for other in self.layout.others:
-            assert other.motion is not None
-            if other.motion.side == "out":
-                results = self._reduce(results, other, other.motion)
+            assert other.collective is not None
+            if other.collective.side == "out":
+                results = self._reduce(results, other, other.collective)
         return results
 
     def _at(self, side: Side, letter: str, axis: str) -> tuple[int, int]:
@@ -549,16 +563,18 @@ class Mesh:
             slices[key(d)] = whole
         return slices
 
-    def _reduce(self, results: Blocks, other: Split, motion: Motion) -> Blocks:
+    def _reduce(self, results: Blocks, other: Split, collective: ImpliedCollective) -> Blocks:
         """Move the result on another axis than the ring's."""
-        if motion.kind == "all_to_all":
-            assert motion.to is not None
-            return self._exchange(results, other.axis, motion.letter, motion.to)
+        if collective.kind == "all_to_all":
+            assert collective.to is not None
+            return self._exchange(results, other.axis, collective.letter, collective.to)
         out, n = {}, other.axis_size
         for d in devices(self.sizes):
             total = np.sum([results[k] for k in along(other.axis, d, n)], axis=0)
-            if motion.kind == "reduce_scatter":
-                total = take(total, *self._at("out", motion.letter, other.axis), n, d[other.axis])
+            if collective.kind == "reduce_scatter":
+                total = take(
+                    total, *self._at("out", collective.letter, other.axis), n, d[other.axis]
+                )
                 self._send(other.axis, total, n - 1)
             else:  # scattered and gathered
                 self.sent[other.axis] += 2 * total.size * ITEMSIZE[0] * (n - 1) // n
@@ -582,10 +598,10 @@ class Mesh:
         )
 
     def _ring(self) -> Blocks:
-        _, outer = self._at(self.motion.side, self.layout.letter, self.layout.ring.axis)
+        _, outer = self._at(self.collective.side, self.layout.letter, self.layout.ring.axis)
         assert self._moving_rows() == self.layout.chunk() * outer * self.layout.ring.axis_size
-        if self.motion.side == "out":
-            return self._exchange_of_products() if self.motion.to else self._sums()
+        if self.collective.side == "out":
+            return self._exchange_of_products() if self.collective.to else self._sums()
         results: Blocks = {}
         for chunk_at, arrived in self._arrivals():
             self._read(results, arrived, chunk_at)
@@ -594,7 +610,7 @@ class Mesh:
     def _moving_rows(self) -> int:
         """Return the size of the ring's dim on a device, were it whole over the ring's axis."""
         letter, n = self.layout.letter, self.layout.ring.axis_size
-        side: Side = self.motion.side
+        side: Side = self.collective.side
         if side == "out":  # not there yet: an operand has it
             side, n = ("lhs" if letter in self.einsum.lhs else "rhs"), 1
         blocks = self.lhs if side == "lhs" else self.rhs
@@ -610,14 +626,14 @@ class Mesh:
     def _arrivals(self) -> Iterator[tuple[dict[int, int], Blocks]]:
         """Yield, at each step, each rank's chunk number and the block that each device reads."""
         axis, n = self.layout.ring.axis, self.layout.ring.axis_size
-        shards = dict(self.lhs if self.motion.side == "lhs" else self.rhs)
+        shards = dict(self.lhs if self.collective.side == "lhs" else self.rhs)
         for hop in range(n):
             chunk_at = {rank: orders.chunk_at(rank, hop, n) for rank in range(n)}
-            if self.motion.to is None:
+            if self.collective.to is None:
                 shards = self._hop(shards) if hop else shards
                 yield chunk_at, shards
                 continue
-            dim, outer = self._at(self.motion.side, self.motion.to, axis)
+            dim, outer = self._at(self.collective.side, self.collective.to, axis)
             came = {}
             for d in devices(self.sizes):  # of every other device the slice that this one wants
                 theirs = shards[key({**d, axis: chunk_at[d[axis]]})]
@@ -631,7 +647,7 @@ class Mesh:
         for d in devices(self.sizes):
             k, chunk = key(d), chunk_at[d[axis]]
             lhs = rhs = arrived[k]
-            if self.motion.side == "lhs":
+            if self.collective.side == "lhs":
                 rhs = self._chunk(self.rhs[k], "rhs", chunk)
             else:
                 lhs = self._chunk(self.lhs[k], "lhs", chunk)
@@ -650,7 +666,7 @@ class Mesh:
             for d in devices(self.sizes):
                 k = key(d)
                 sums[k] = sums.get(k, 0) + self._product(k, orders.chunk_at(d[axis], hop + 1, n))
-        if self.motion.kind == "reduce_scatter":
+        if self.collective.kind == "reduce_scatter":
             return sums
         return self._gather(sums, axis, *self._at("out", self.layout.letter, axis))
 
@@ -659,7 +675,7 @@ class Mesh:
         axis, n = self.layout.ring.axis, self.layout.ring.axis_size
         results: Blocks = {}
         for d in devices(self.sizes):
-            k, at = key(d), self._at("out", self.motion.letter, axis)
+            k, at = key(d), self._at("out", self.collective.letter, axis)
             for rank, source in enumerate(along(axis, d, n)):
                 part = self._product(source, d[axis])
                 self._send(axis, part, rank != d[axis])
@@ -680,14 +696,16 @@ class Mesh:
 
 @functools.cache
 def _understandable(text: str, n: int) -> tuple[tuple[tuple[str | None, ...], ...], ...]:
-    """List where an axis may lie on lhs, rhs and out so that it can be split, by its motion."""
+    """List where an axis may lie on lhs, rhs and out so that it can be split, by its collective."""
     left, right, out = text.replace("->", ",").split(",")
     einsum = Einsum(left, right, out, dict.fromkeys(left + right, 8))
     groups: dict[str, list[tuple[str | None, ...]]] = {}
     for held in product((None, *left), (None, *right), (None, *out)):
         split_x = split(one_axis(einsum, *held, n), "x")
         if isinstance(split_x, Split):
-            groups.setdefault(split_x.motion.kind if split_x.motion else "", []).append(held)
+            groups.setdefault(split_x.collective.kind if split_x.collective else "", []).append(
+                held
+            )
     return tuple(map(tuple, groups.values()))
 
 
@@ -714,14 +732,14 @@ def check(given: ShardedMatmul) -> list[str]:
     shared = understood(given)
     fates = []
     for ringed in shared or ():
-        if ringed.motion is None:
+        if ringed.collective is None:
             continue
         layout = lay_out(given, shared, ringed)  # type: ignore[arg-type]
         if isinstance(layout, str):
             fates.append("refused")
             continue
         Mesh(layout).check()
-        fates.append(f"{ringed.motion.kind} with {len(layout.others)} others{_apart(layout)}")
+        fates.append(f"{ringed.collective.kind} with {len(layout.others)} others{_apart(layout)}")
     return fates
 
 
@@ -754,9 +772,14 @@ def exchange_of_a_narrow_dim() -> ShardedMatmul:
 
 def _apart(layout: Layout) -> str:
     """Return ", apart" if some chunk does not lie side by side."""
-    motions = [(s.axis, s.motion) for s in (layout.ring, *layout.others) if s.motion]
+    collectives = [(s.axis, s.collective) for s in (layout.ring, *layout.others) if s.collective]
     moves = [(layout.letter, layout.ring.axis)]
-    moves += [(c, axis) for axis, motion in motions for c in (motion.letter, motion.to) if c]
+    moves += [
+        (c, axis)
+        for axis, collective in collectives
+        for c in (collective.letter, collective.to)
+        if c
+    ]
     for letter, axis in moves:
         for side in SIDES:
             if letter in layout.matmul.einsum.side(side) and layout.outer(side, letter, axis) > 1:

@@ -55,9 +55,9 @@ def decided(
 ) -> tuple[list[Any], Counter]:
     """Return the entries of a body's matmuls, and counts of its equations once it is rewritten."""
     jaxpr = flatten(jax.make_jaxpr(stacked(body, check))(*structs(shapes)))
-    entries, sharings = decide(bodies(jaxpr), {}, Terms(axis_sizes=dict(MESH.shape)))
+    entries, rings_by_body = decide(bodies(jaxpr), {}, Terms(axis_sizes=dict(MESH.shape)))
     assert [entry.site for entry in entries] == [dot.index for dot in dots(jaxpr)]
-    new, _ = rewrite(jaxpr, sharings, MESH)
+    new, _ = rewrite(jaxpr, rings_by_body, MESH)
     return list(entries), Counter(e.primitive.name for e in equations(new))
 
 
@@ -209,7 +209,7 @@ GROUPS = [[0, 1], [2, 3]]
 @pytest.mark.parametrize(
     ("body", "shapes", "why"),
     [
-        (lambda x, w: x @ w, (X, W), "no collective: none beside it inside shard_map"),
+        (lambda x, w: x @ w, (X, W), "no collective: none next to it inside shard_map"),
         (
             lambda x, w: gather(x, axis_index_groups=GROUPS) @ w,
             (X, W),
@@ -246,7 +246,7 @@ GROUPS = [[0, 1], [2, 3]]
             HW,
             "its result is read by reduce_scatter and by others",
         ),
-        (lambda h, w: lax.pmax(h @ w, "model"), HW, "pmax beside it is not decomposed"),
+        (lambda h, w: lax.pmax(h @ w, "model"), HW, "pmax next to it is not decomposed"),
         (
             lambda x: (lambda x: x @ x.T)(gather(x)),
             (X,),
@@ -266,7 +266,7 @@ GROUPS = [[0, 1], [2, 3]]
         (
             lambda h, w: lax.psum(h, "model") @ w,
             HW,
-            "no collective: none beside it inside shard_map",
+            "no collective: none next to it inside shard_map",
         ),
     ],
 )
@@ -295,7 +295,7 @@ def test_rings_by_hand_are_left_alone(variant: str):
     shapes = (X, (N * D if variant == "direct" else D, F), (F, D))
     plan = jaxoverlap.overlap(jax.jit(stacked(body))).explain(*structs(shapes))
     assert plan.entries and not plan.decisions
-    assert {e.reason for e in plan.skips} == {"no collective: none beside it inside shard_map"}
+    assert {e.reason for e in plan.skips} == {"no collective: none next to it inside shard_map"}
 
 
 def test_matmuls_that_the_user_wants_left_alone():
@@ -316,7 +316,7 @@ def test_a_failed_rewrite_says_where(monkeypatch):
         step.explain(*structs((X, W)))
 
 
-# -- automatic axes beside the manual ones --------------------------------------------------------
+# -- automatic axes next to the manual ones -------------------------------------------------------
 
 
 def beside(body: Callable, *arrays: tuple[tuple[int, ...], P, P]) -> Any:

@@ -112,8 +112,12 @@ def of_layer(aside: int, rows: int = 16384, **options):
     wide, own = ((8192, 8192), (8192, 8192)), ((aside, aside), (aside, aside))
     shapes = [jax.ShapeDtypeStruct(s, "bfloat16") for s in ((rows, 8192), *wide, *own)]
     step_bodies = bodies(jax.make_jaxpr(layer)(*shapes))
-    entries, sharings = decide(step_bodies, LAYER, terms_of(AXES, prices=BY_NCCL, **options))
-    return step_bodies, entries, [ring for sharing in sharings.values() for ring in sharing.rings]
+    entries, rings_by_body = decide(step_bodies, LAYER, terms_of(AXES, prices=BY_NCCL, **options))
+    return (
+        step_bodies,
+        entries,
+        [ring for body_rings in rings_by_body.values() for ring in body_rings.rings],
+    )
 
 
 def test_beside_a_collective_runs_what_neither_feeds_it_nor_waits_for_it():
@@ -128,8 +132,8 @@ def test_a_gather_waits_for_what_it_moves_and_not_for_the_other_operand():
 
     (body,) = bodies(jax.make_jaxpr(product)(*[jax.ShapeDtypeStruct((64, 64), "bfloat16")] * 3))
     read = {0: Read((NO, NO), (NO, M), (NO, M)), 1: Read(*GATHER)}
-    _, sharings = decide((body,), read, terms_of(AXES, granularity=Variant()))
-    (ring,) = sharings[body.index].rings
+    _, rings_by_body = decide((body,), read, terms_of(AXES, granularity=Variant()))
+    (ring,) = rings_by_body[body.index].rings
     assert ring.arrives and [d.index for d in IndependentMatmuls(body).of(ring)] == [0]
 
 

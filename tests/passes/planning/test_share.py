@@ -24,7 +24,7 @@ from jaxoverlap.passes.analysis.jaxprs import Body, bodies
 from jaxoverlap.passes.analysis.partitioned import Shardings as Read
 from jaxoverlap.passes.planning.decide import decide
 from jaxoverlap.passes.planning.matmuls import matmul_of
-from jaxoverlap.passes.planning.ring_plan import Ring, Sharing
+from jaxoverlap.passes.planning.ring_plan import BodyRings, Ring
 from jaxoverlap.passes.planning.share import NO_COLLECTIVE, share
 from jaxoverlap.passes.planning.terms import Terms
 from jaxoverlap.plan.decisions import Reason
@@ -45,16 +45,16 @@ def body_of(fn: Callable[..., Any], *shapes: tuple[int, ...]) -> Body:
     return body
 
 
-def shared(body: Body, *shardings: Any, axes: Mapping[str, int] = AXES) -> Sharing:
+def shared(body: Body, *shardings: Any, axes: Mapping[str, int] = AXES) -> BodyRings:
     """Share the rings of a body; `shardings`: (lhs, rhs, result) by matmul, or a reason."""
 
     def read(dot):
         given = shardings[dot.index]
         return given if isinstance(given, Reason) else matmul_of(dot, given, axes)
 
-    sharing = share(body, read, lambda dot: ((), (), ()))
-    check(sharing, body)
-    return sharing
+    body_rings = share(body, read, lambda dot: ((), (), ()))
+    check(body_rings, body)
+    return body_rings
 
 
 def reads(given: Sequence[Any]) -> dict[int, Read]:
@@ -62,47 +62,47 @@ def reads(given: Sequence[Any]) -> dict[int, Read]:
     return {i: Read(*specs) for i, specs in enumerate(given)}
 
 
-def members(sharing: Sharing) -> list[list[int]]:
+def members(body_rings: BodyRings) -> list[list[int]]:
     """Return the matmuls of each ring, by their numbers."""
-    return [[m.dot.index for m in ring.members] for ring in sharing.rings]
+    return [[m.dot.index for m in ring.members] for ring in body_rings.rings]
 
 
-def check(sharing: Sharing, body: Body) -> None:
+def check(body_rings: BodyRings, body: Body) -> None:
     """Check that a body has each matmul once, and that nothing is read before it is there."""
-    rings = [i for ring in members(sharing) for i in ring]
-    readers = [m.dot.index for m in sharing.readers]
-    assert sorted([*rings, *readers, *sharing.skipped]) == [dot.index for dot in body.dots]
-    order = sharing.order
+    rings = [i for ring in members(body_rings) for i in ring]
+    readers = [m.dot.index for m in body_rings.readers]
+    assert sorted([*rings, *readers, *body_rings.skipped]) == [dot.index for dot in body.dots]
+    order = body_rings.order
     at = {position: i for i, position in enumerate(order.positions())}
     made = {v: position for position, eqn in enumerate(body.eqns) for v in eqn.outvars}
     for position, eqn in enumerate(body.eqns):
         for need in {made[v] for v in eqn.invars if not hasattr(v, "val") and v in made}:
             mine, theirs = order.first(position), order.first(need)
             assert at[theirs] < at[mine] or theirs == mine
-    kept: dict[Any, Ring] = {ring.whole: ring for ring in sharing.rings if ring.keep}
-    for ring in sharing.rings:
-        _check_ring(ring, sharing)
+    kept: dict[Any, Ring] = {ring.gathered: ring for ring in body_rings.rings if ring.keep}
+    for ring in body_rings.rings:
+        _check_ring(ring, body_rings)
         assert not ring.keep or ring.can_keep()
-    for member in (*sharing.readers, *(m for ring in sharing.rings for m in ring.members)):
+    for member in (*body_rings.readers, *(m for ring in body_rings.rings for m in ring.members)):
         for value in (member.lhs, member.rhs):
-            if value in kept and value not in sharing.hoisted:
+            if value in kept and value not in body_rings.hoisted:
                 assert at[order.first(kept[value].position)] < at[order.first(member.dot.position)]
 
 
-def _check_ring(ring: Ring, sharing: Sharing) -> None:
+def _check_ring(ring: Ring, body_rings: BodyRings) -> None:
     """Check that all that a ring's members share is alike."""
-    assert {sharing.order.first(m.dot.position) for m in ring.members} == {
-        sharing.order.first(ring.position)
+    assert {body_rings.order.first(m.dot.position) for m in ring.members} == {
+        body_rings.order.first(ring.position)
     }
     layouts = [m.layout for m in ring.members if m.layout]
     assert len(layouts) == len(ring.members)
     assert {layout.ring.axis for layout in layouts} == {ring.first.ring.axis}
     for member, layout in zip(ring.members, layouts, strict=True):
-        motion = layout.ring.motion
-        assert motion is not None and motion.kind == ring.kind
-        assert layout.spec(motion.side) == ring.first.spec(ring.side)
+        collective = layout.ring.collective
+        assert collective is not None and collective.kind == ring.kind
+        assert layout.spec(collective.side) == ring.first.spec(ring.side)
         if ring.kind == "all_gather":
-            assert member.value(motion.side) == ring.shard
+            assert member.value(collective.side) == ring.shard
     if len(ring.members) > 1:
         assert (ring.total is None) == (ring.kind == "all_gather")
 
@@ -116,11 +116,11 @@ def qkv(x, q, k, v):
 
 def test_three_projections_of_one_value_share_a_ring():
     body = body_of(qkv, X, W, W, W)
-    sharing = shared(body, GATHER, GATHER, GATHER)
-    assert members(sharing) == [[0, 1, 2]]
-    (ring,) = sharing.rings
+    body_rings = shared(body, GATHER, GATHER, GATHER)
+    assert members(body_rings) == [[0, 1, 2]]
+    (ring,) = body_rings.rings
     assert (ring.kind, ring.site, ring.keep, ring.total) == ("all_gather", 0, False, None)
-    assert sharing.order.positions() == [0]
+    assert body_rings.order.positions() == [0]
 
 
 def test_the_first_of_a_ring_has_its_bytes():
@@ -140,17 +140,17 @@ def test_two_values_travel_apart():
 def test_the_same_value_wanted_from_another_sharding_is_not_gathered_again():
     body = body_of(lambda x, q, k: (x @ q, x @ k), X, W, W)
     other = (COLUMNS, COLUMNS, COLUMNS)  # its columns would be gathered, not its rows
-    sharing = shared(body, GATHER, other)
-    assert members(sharing) == [[0]]
-    assert [m.lhs for m in sharing.readers] == [sharing.rings[0].whole]
+    body_rings = shared(body, GATHER, other)
+    assert members(body_rings) == [[0]]
+    assert [m.lhs for m in body_rings.readers] == [body_rings.rings[0].gathered]
 
 
 def test_one_is_enough_for_a_ring():
     asked = Reason("skipped", "as asked")
     body = body_of(qkv, X, W, W, W)
-    sharing = shared(body, asked, GATHER, (WHOLE, COLUMNS, COLUMNS))
-    assert members(sharing) == [[1]]
-    assert sharing.skipped == {0: asked, 2: NO_COLLECTIVE}
+    body_rings = shared(body, asked, GATHER, (WHOLE, COLUMNS, COLUMNS))
+    assert members(body_rings) == [[1]]
+    assert body_rings.skipped == {0: asked, 2: NO_COLLECTIVE}
 
 
 def test_the_gradient_of_a_result_feeds_both_gradients():
@@ -161,34 +161,34 @@ def test_the_gradient_of_a_result_feeds_both_gradients():
 
     body = body_of(backward, X, (S, F), V)
     to_h, to_w = (ROWS, COLUMNS, COLUMNS), (ROWS, ROWS, ROWS)
-    sharing = shared(body, to_h, to_w)
-    assert members(sharing) == [[0, 1]]
-    (ring,) = sharing.rings
+    body_rings = shared(body, to_h, to_w)
+    assert members(body_rings) == [[0, 1]]
+    (ring,) = body_rings.rings
     assert ring.side == "lhs"
     assert [m.layout.letter for m in ring.members if m.layout] == ["a", "b"]  # free; contracted
 
 
 def test_a_value_may_be_the_left_of_one_and_the_right_of_another():
     body = body_of(lambda x, w, u: (x @ w, u @ x), X, W, (F, S))
-    sharing = shared(body, GATHER, ((M, NO), ROWS, (M, NO)))
-    assert members(sharing) == [[0, 1]]
+    body_rings = shared(body, GATHER, ((M, NO), ROWS, (M, NO)))
+    assert members(body_rings) == [[0, 1]]
 
 
 def test_a_value_times_itself_is_gathered_once():
     body = body_of(lambda x: lax.dot_general(x, x, (((1,), (1,)), ((), ()))), X)
-    sharing = shared(body, (ROWS, ROWS, ROWS))
-    assert members(sharing) == [[0]]
-    (member,) = sharing.rings[0].members
-    assert member.lhs == member.rhs == sharing.rings[0].shard
-    assert sharing.rings[0].whole != member.lhs
+    body_rings = shared(body, (ROWS, ROWS, ROWS))
+    assert members(body_rings) == [[0]]
+    (member,) = body_rings.rings[0].members
+    assert member.lhs == member.rhs == body_rings.rings[0].shard
+    assert body_rings.rings[0].gathered != member.lhs
 
 
 def test_numbers_are_no_values():
     """A dot of a scalar is a dot_general too, and its operand may be a literal."""
     body = body_of(lambda x, w: (lax.dot_general(2.0, x @ w, (((), ()), ((), ()))), x @ w), X, W)
-    sharing = shared(body, GATHER, ((), COLUMNS, COLUMNS), GATHER)
-    assert members(sharing) == [[0, 2]]
-    assert sharing.skipped == {1: NO_COLLECTIVE}
+    body_rings = shared(body, GATHER, ((), COLUMNS, COLUMNS), GATHER)
+    assert members(body_rings) == [[0, 2]]
+    assert body_rings.skipped == {1: NO_COLLECTIVE}
 
 
 # -- what comes later reads what is kept ----------------------------------------------------------
@@ -197,13 +197,13 @@ def test_numbers_are_no_values():
 def test_a_weight_gradient_reads_what_the_forward_matmul_gathered():
     """A gradient that follows from the ring's result cannot be in it; x is kept whole for it."""
     body = body_of(lambda x, w: lax.dot_general(x, jnp.sin(x @ w), (((0,), (0,)), ((), ()))), X, W)
-    sharing = shared(body, GATHER, (ROWS, COLUMNS, COLUMNS))
-    assert members(sharing) == [[0]]
-    (ring,), (reader,) = sharing.rings, sharing.readers
+    body_rings = shared(body, GATHER, (ROWS, COLUMNS, COLUMNS))
+    assert members(body_rings) == [[0]]
+    (ring,), (reader,) = body_rings.rings, body_rings.readers
     assert ring.keep
     assert (reader.dot.index, reader.layout) == (1, None)
-    assert reader.lhs == ring.whole
-    assert ring.whole.spec == WHOLE
+    assert reader.lhs == ring.gathered
+    assert ring.gathered.spec == WHOLE
     entries, _ = decide([body], reads([GATHER, (ROWS, COLUMNS, COLUMNS)]), Terms(AXES))
     assert [e.bytes_moved for e in entries if isinstance(e, Decision)] == [BYTES, 0]
     assert isinstance(entries[1], Decision)
@@ -220,12 +220,12 @@ def test_a_reader_may_still_have_sums_to_send():
     body = body_of(step, (8, *X), W)
     forward = ((D, M, NO), COLUMNS, (D, NO, M))
     weight = ((D, M, NO), (D, NO, M), (D, M))
-    sharing = shared(body, forward, weight)
-    assert members(sharing) == [[0], [1]]
-    assert not sharing.readers
-    first, second = sharing.rings
+    body_rings = shared(body, forward, weight)
+    assert members(body_rings) == [[0], [1]]
+    assert not body_rings.readers
+    first, second = body_rings.rings
     assert first.keep
-    assert second.members[0].lhs == first.whole
+    assert second.members[0].lhs == first.gathered
     assert (second.kind, second.first.ring.axis) == ("reduce_scatter", "data")
     assert second.first.others == ()
 
@@ -238,10 +238,10 @@ def test_two_groups_that_would_wait_for_each_other():
         return x @ (u + jnp.sum(b)), y @ (u + jnp.sum(a))
 
     body = body_of(step, X, X, W, W)
-    sharing = shared(body, GATHER, GATHER, GATHER, GATHER)
-    assert members(sharing) == [[0, 2], [1]]
-    assert [ring.keep for ring in sharing.rings] == [False, True]
-    assert [m.dot.index for m in sharing.readers] == [3]
+    body_rings = shared(body, GATHER, GATHER, GATHER, GATHER)
+    assert members(body_rings) == [[0, 2], [1]]
+    assert [ring.keep for ring in body_rings.rings] == [False, True]
+    assert [m.dot.index for m in body_rings.readers] == [3]
 
 
 LOW, SQUARE = (8, 64), (64, 64)  # so few rows that sums of them are cheaper than the weight
@@ -257,12 +257,12 @@ def test_a_value_that_was_sliced_too_cannot_be_kept():
         return lax.dot_general(x, y, (((0,), (0,)), ((), ())))
 
     body = body_of(step, LOW, SQUARE)
-    sharing = shared(body, SLICED, (ROWS, COLUMNS, COLUMNS))
-    assert members(sharing) == [[0], [1]]
-    first = sharing.rings[0]
+    body_rings = shared(body, SLICED, (ROWS, COLUMNS, COLUMNS))
+    assert members(body_rings) == [[0], [1]]
+    first = body_rings.rings[0]
     assert (first.kind, first.first.ring.axis, first.first.lhs) == ("all_gather", "model", (M, D))
     assert not first.can_keep()
-    assert not sharing.readers
+    assert not body_rings.readers
 
 
 def test_the_major_axis_cannot_be_kept():
@@ -284,12 +284,12 @@ def gradient_of_x(q, k, v, wq, wk, wv):
 
 def test_the_gradients_that_three_projections_send_back_travel_as_one():
     body = body_of(gradient_of_x, (S, F), (S, F), (S, F), V, V, V)
-    sharing = shared(body, SCATTER, SCATTER, SCATTER)
-    assert members(sharing) == [[0, 1, 2]]
-    (ring,) = sharing.rings
+    body_rings = shared(body, SCATTER, SCATTER, SCATTER)
+    assert members(body_rings) == [[0, 1, 2]]
+    (ring,) = body_rings.rings
     assert ring.kind == "reduce_scatter"
     assert ring.total is body.outvars[0]
-    assert len(sharing.order.positions()) == 1, "the adds are in the ring"
+    assert len(body_rings.order.positions()) == 1, "the adds are in the ring"
     entries, _ = decide([body], reads([SCATTER] * 3), Terms(AXES))
     assert [getattr(e, "bytes_moved", None) for e in entries] == [BYTES, 0, 0]
     assert [getattr(e, "why", None) for e in entries] == ["", "shares ring 0", "shares ring 0"]
@@ -327,9 +327,9 @@ def test_a_sum_that_somebody_reads_is_sent_before_the_next_is_added():
         return two, two + v @ w
 
     body = body_of(step, (S, F), (S, F), (S, F), V)
-    sharing = shared(body, SCATTER, SCATTER, SCATTER)
-    assert members(sharing) == [[0, 1], [2]]
-    assert sharing.rings[0].total is body.outvars[0]
+    body_rings = shared(body, SCATTER, SCATTER, SCATTER)
+    assert members(body_rings) == [[0, 1], [2]]
+    assert body_rings.rings[0].total is body.outvars[0]
 
 
 def test_sums_of_other_kinds_and_axes_travel_apart():
@@ -374,21 +374,21 @@ def test_a_weight_is_gathered_once_for_the_forward_matmul_and_the_gradient():
         return lax.dot_general(y, w, (((2,), (1,)), ((), ())))
 
     body = body_of(step, (8, *X), W)
-    sharing = shared(body, FSDP, BACK)
-    assert members(sharing) == [[0], [1]]
-    (hoist,) = sharing.hoisted.values()
+    body_rings = shared(body, FSDP, BACK)
+    assert members(body_rings) == [[0], [1]]
+    (hoist,) = body_rings.hoisted.values()
     assert (hoist.axis, hoist.bytes_moved) == ("data", HOISTED)
     assert hoist.after.spec == COLUMNS
-    assert [m.rhs for ring in sharing.rings for m in ring.members] == [hoist.after] * 2
+    assert [m.rhs for ring in body_rings.rings for m in ring.members] == [hoist.after] * 2
     entries, _ = decide([body], reads([FSDP, BACK]), Terms(AXES))
     assert [getattr(e, "others", None) for e in entries] == [("data all_gather, 512 B",), ()]
 
 
 def test_a_ring_and_a_gather_before_it_for_each_of_its_members():
     body = body_of(qkv, (8, *X), W, W, W)
-    sharing = shared(body, FSDP, FSDP, FSDP)
-    assert members(sharing) == [[0, 1, 2]]
-    assert len(sharing.hoisted) == 3
+    body_rings = shared(body, FSDP, FSDP, FSDP)
+    assert members(body_rings) == [[0, 1, 2]]
+    assert len(body_rings.hoisted) == 3
     entries, _ = decide([body], reads([FSDP] * 3), Terms(AXES))
     assert [getattr(e, "others", None) for e in entries] == [("data all_gather, 512 B",)] * 3
 
@@ -399,20 +399,20 @@ def test_a_matmul_may_have_nothing_left_but_to_read_a_weight_that_was_gathered()
 
     body = body_of(step, (8, *X), (8, *X), W)
     local = ((D, NO, NO), (D, M), (D, NO, M))  # only w has to be gathered
-    sharing = shared(body, FSDP, local)
-    assert members(sharing) == [[0]]
-    (reader,) = sharing.readers
-    assert reader.rhs in sharing.hoisted
+    body_rings = shared(body, FSDP, local)
+    assert members(body_rings) == [[0]]
+    (reader,) = body_rings.readers
+    assert reader.rhs in body_rings.hoisted
     entries, _ = decide([body], reads([FSDP, local]), Terms(AXES))
     assert getattr(entries[1], "why", None) == "reads what the all_gather on data moved"
 
 
 def test_a_gather_alone_is_a_ring_and_not_a_gather_before_one():
     body = body_of(lambda x, w: x @ w, (8, *X), W)
-    sharing = shared(body, ((D, NO, NO), (D, M), (D, NO, M)))
-    assert members(sharing) == [[0]]
-    assert not sharing.hoisted
-    assert sharing.rings[0].first.ring.axis == "data"
+    body_rings = shared(body, ((D, NO, NO), (D, M), (D, NO, M)))
+    assert members(body_rings) == [[0]]
+    assert not body_rings.hoisted
+    assert body_rings.rings[0].first.ring.axis == "data"
 
 
 # -- layouts that do not fit together -------------------------------------------------------------
@@ -421,14 +421,14 @@ def test_a_gather_alone_is_a_ring_and_not_a_gather_before_one():
 def test_matmuls_that_take_other_slices_of_a_value_do_not_share_its_ring():
     """The first gathers whole rows, the second a part of their columns: it reads what is kept."""
     body = body_of(lambda x, w, u: (x @ w, x @ u), LOW, SQUARE, SQUARE)
-    sharing = shared(body, GATHER, SLICED)
-    assert members(sharing) == [[0], [1]]
-    first, second = sharing.rings
-    assert first.keep and second.members[0].lhs == first.whole
+    body_rings = shared(body, GATHER, SLICED)
+    assert members(body_rings) == [[0], [1]]
+    first, second = body_rings.rings
+    assert first.keep and second.members[0].lhs == first.gathered
     assert (second.kind, second.first.ring.axis) == ("reduce_scatter", "data")
-    sharing = shared(body, SLICED, GATHER)  # this one's cannot be kept
-    assert members(sharing) == [[0], [1]]
-    assert [ring.kind for ring in sharing.rings] == ["all_gather", "all_gather"]
+    body_rings = shared(body, SLICED, GATHER)  # this one's cannot be kept
+    assert members(body_rings) == [[0], [1]]
+    assert [ring.kind for ring in body_rings.rings] == ["all_gather", "all_gather"]
 
 
 # -- whatever the shardings -----------------------------------------------------------------------
@@ -487,15 +487,15 @@ def test_whatever_the_shardings_each_matmul_is_somewhere_once():
     count = {"shared": 0, "summed": 0, "kept": 0, "hoisted": 0}
     for seed in range(30):
         body, given = random_body(random.Random(seed))
-        entries, sharings = decide([body], reads(given), Terms(AXES))
-        sharing = sharings.get(body.index) or Sharing(EquationOrder(body.eqns))
-        check(sharing, body)
-        count["shared"] += any(len(r.members) > 1 and r.total is None for r in sharing.rings)
-        count["summed"] += any(r.total is not None for r in sharing.rings)
-        count["kept"] += any(r.keep for r in sharing.rings)
-        count["hoisted"] += bool(sharing.hoisted)
+        entries, rings_by_body = decide([body], reads(given), Terms(AXES))
+        body_rings = rings_by_body.get(body.index) or BodyRings(EquationOrder(body.eqns))
+        check(body_rings, body)
+        count["shared"] += any(len(r.members) > 1 and r.total is None for r in body_rings.rings)
+        count["summed"] += any(r.total is not None for r in body_rings.rings)
+        count["kept"] += any(r.keep for r in body_rings.rings)
+        count["hoisted"] += bool(body_rings.hoisted)
         leading = [e.site for e in entries if isinstance(e, Decision) and e.bytes_moved]
-        assert sorted(leading) == sorted(ring.site for ring in sharing.rings)
+        assert sorted(leading) == sorted(ring.site for ring in body_rings.rings)
     assert min(count.values()) >= 3, count
 
 

@@ -12,7 +12,13 @@ from hypothesis import assume, event, example, given, settings
 from hypothesis import strategies as st
 
 from jaxoverlap.passes.analysis.einsum import LETTERS, SIDES, Einsum, einsum_of
-from jaxoverlap.passes.planning.splits import Motion, Refusal, ShardedMatmul, Split, split
+from jaxoverlap.passes.planning.splits import (
+    ImpliedCollective,
+    Refusal,
+    ShardedMatmul,
+    Split,
+    split,
+)
 from tests.support.splits import along, block, devices, einsums, key, one_axis, operands, spec_of
 
 # -- a mesh of numpy arrays ----------------------------------------------------------------------
@@ -108,55 +114,55 @@ def of(lhs: str | None, rhs: str | None, out: str | None, n: int = 8) -> Split |
 
 def test_sequence_parallel_to_column_parallel_gathers_the_rows():
     moved = (ROWS // 8) * INNER * 2 * 7  # seven hops of a shard of bfloat16
-    motion = Motion("all_gather", "lhs", "a", moved)
-    assert of("a", "c", "c") == Split("x", 8, "a", "c", "c", motion)
+    collective = ImpliedCollective("all_gather", "lhs", "a", moved)
+    assert of("a", "c", "c") == Split("x", 8, "a", "c", "c", collective)
 
 
 def test_an_fsdp_weight_is_gathered_along_its_contracted_dim():
     moved = (INNER // 8) * COLUMNS * 2 * 7
-    motion = Motion("all_gather", "rhs", "b", moved)
-    assert of("a", "b", "a") == Split("x", 8, "a", "b", "a", motion)
+    collective = ImpliedCollective("all_gather", "rhs", "b", moved)
+    assert of("a", "b", "a") == Split("x", 8, "a", "b", "a", collective)
 
 
 def test_an_fsdp_weight_may_be_sharded_on_its_columns():
     moved = INNER * (COLUMNS // 8) * 2 * 7
-    motion = Motion("all_gather", "rhs", "c", moved)
-    assert of("a", "c", "a") == Split("x", 8, "a", "c", "a", motion)
+    collective = ImpliedCollective("all_gather", "rhs", "c", moved)
+    assert of("a", "c", "a") == Split("x", 8, "a", "c", "a", collective)
 
 
 def test_row_parallel_to_sequence_parallel_scatters_the_sums():
     moved = (ROWS // 8) * COLUMNS * 2 * 7
-    motion = Motion("reduce_scatter", "out", "a", moved)
-    assert of("b", "b", "a") == Split("x", 8, "b", "b", "a", motion)
+    collective = ImpliedCollective("reduce_scatter", "out", "a", moved)
+    assert of("b", "b", "a") == Split("x", 8, "b", "b", "a", collective)
 
 
 def test_row_parallel_alone_sums_on_all_devices():
     moved = ROWS * COLUMNS * 2 // 8 * 7 * 2  # a scatter and a gather
-    motion = Motion("all_reduce", "out", "b", moved)
-    assert of("b", "b", None) == Split("x", 8, "b", "b", None, motion)
+    collective = ImpliedCollective("all_reduce", "out", "b", moved)
+    assert of("b", "b", None) == Split("x", 8, "b", "b", None, collective)
 
 
 def test_a_sequence_sharded_weight_gradient_gathers_a_contracted_dim():
     # dy: [s, f/N] and x: [s/N, d] give dw: [f/N, d]; in letters a,b over s=b.
     einsum = Einsum("ba", "bc", "ac", {"a": 16, "b": 64, "c": 32})
     got = split(one_axis(einsum, "a", "b", "a", 4), "x")
-    motion = Motion("all_gather", "rhs", "b", (64 // 4) * 32 * 2 * 3)
-    assert got == Split("x", 4, "a", "b", "a", motion)
+    collective = ImpliedCollective("all_gather", "rhs", "b", (64 // 4) * 32 * 2 * 3)
+    assert got == Split("x", 4, "a", "b", "a", collective)
 
 
 def test_an_fsdp_weight_gradient_is_scattered():
     # x: [b/N, d] and dy: [b/N, f] give dw: [d/N, f], summed over the batch.
     einsum = Einsum("ba", "bc", "ac", {"a": 32, "b": 64, "c": 16})
     got = split(one_axis(einsum, "b", "b", "a", 4, (2, 2, 4)), "x")
-    motion = Motion("reduce_scatter", "out", "a", (32 // 4) * 16 * 4 * 3)
-    assert got == Split("x", 4, "b", "b", "a", motion)
+    collective = ImpliedCollective("reduce_scatter", "out", "a", (32 // 4) * 16 * 4 * 3)
+    assert got == Split("x", 4, "b", "b", "a", collective)
 
 
 def test_a_data_parallel_gradient_is_reduced():
     einsum = Einsum("ba", "bc", "ac", {"a": 32, "b": 64, "c": 16})
     got = split(one_axis(einsum, "b", "b", None, 4, (2, 2, 4)), "x")
-    motion = Motion("all_reduce", "out", "b", 2 * 32 * 16 * 4 * 3 // 4)
-    assert got == Split("x", 4, "b", "b", None, motion)
+    collective = ImpliedCollective("all_reduce", "out", "b", 2 * 32 * 16 * 4 * 3 // 4)
+    assert got == Split("x", 4, "b", "b", None, collective)
 
 
 @pytest.mark.parametrize(
@@ -188,13 +194,15 @@ def test_a_whole_operand_is_sliced_for_nothing(lhs, rhs, out, sliced):
 def test_a_whole_operand_is_sliced_to_meet_a_sharded_one():
     sizes = {"a": 64, "b": 32, "c": 2}  # a narrow result: its sums are the least to send
     got = split(one_axis(Einsum("ab", "bc", "ac", sizes), "b", None, "a", 8), "x")
-    motion = Motion("reduce_scatter", "out", "a", (64 // 8) * 2 * 2 * 7)
-    assert got == Split("x", 8, "b", "b", "a", motion)
+    collective = ImpliedCollective("reduce_scatter", "out", "a", (64 // 8) * 2 * 2 * 7)
+    assert got == Split("x", 8, "b", "b", "a", collective)
 
 
 def test_an_operand_is_exchanged_where_that_sends_less_than_the_sums():
-    motion = Motion("all_to_all", "lhs", "b", (ROWS // 8) * (INNER // 8) * 2 * 7, to="a")
-    assert of("b", None, "a") == Split("x", 8, "b", None, "a", motion)
+    collective = ImpliedCollective(
+        "all_to_all", "lhs", "b", (ROWS // 8) * (INNER // 8) * 2 * 7, to="a"
+    )
+    assert of("b", None, "a") == Split("x", 8, "b", None, "a", collective)
 
 
 def test_a_batch_dim_that_one_operand_has_whole_is_sliced():
@@ -212,17 +220,19 @@ def test_a_result_that_must_be_gathered_is_refused():
 def test_a_result_is_exchanged():
     # All have their part of the batch; the result is wanted split along what is free.
     einsum = Einsum("ab", "ac", "abc", {"a": 8, "b": 8, "c": 8})
-    motion = Motion("all_to_all", "out", "a", 8 * 2 * 7, to="b")
+    collective = ImpliedCollective("all_to_all", "out", "a", 8 * 2 * 7, to="b")
     got = split(one_axis(einsum, "a", "a", "b", 8), "x")
-    assert got == Split("x", 8, "a", "a", "b", motion)
+    assert got == Split("x", 8, "a", "a", "b", collective)
 
 
 def test_heads_for_sequence_are_exchanged():
     # Ulysses, on the way back: heads are whole for the projection, which has the sequence split.
     einsum = Einsum("bsnh", "nhd", "bsd", {"b": 2, "s": 16, "n": 8, "h": 4, "d": 64})
-    motion = Motion("all_to_all", "lhs", "n", 2 * (16 // 4) * (8 // 4) * 4 * 2 * 3, to="s")
+    collective = ImpliedCollective(
+        "all_to_all", "lhs", "n", 2 * (16 // 4) * (8 // 4) * 4 * 2 * 3, to="s"
+    )
     got = split(one_axis(einsum, "n", None, "s", 4), "x")
-    assert got == Split("x", 4, "n", None, "s", motion)
+    assert got == Split("x", 4, "n", None, "s", collective)
 
 
 def refused(a: int, b: int, c: int) -> Refusal:
@@ -235,20 +245,20 @@ def refused(a: int, b: int, c: int) -> Refusal:
 
 
 def test_two_motions_are_refused_with_what_may_come_before():
-    """The operand's motion may come before, as cheaply as can be; the result's is then a ring."""
-    first = Motion("all_to_all", "rhs", "c", (64 // 8) * (8 // 8) * 2 * 7, to="b")
+    """The operand's collective may come before, as cheaply as can be; the result's is then a ring."""
+    first = ImpliedCollective("all_to_all", "rhs", "c", (64 // 8) * (8 // 8) * 2 * 7, to="b")
     reason = (
         "x wants all_to_all of rhs dim c to b and reduce_scatter of out dim a: no ring for that"
     )
     assert refused(8, 64, 8) == Refusal("x", reason, (first,))
-    first = Motion("all_gather", "lhs", "b", 8 * (32 // 8) * 2 * 7)
+    first = ImpliedCollective("all_gather", "lhs", "b", 8 * (32 // 8) * 2 * 7)
     reason = "x wants all_gather of lhs dim b and all_to_all of out dim c to a: no ring for that"
     assert refused(8, 32, 64) == Refusal("x", reason, (first,))
 
 
 def test_of_two_operands_the_smaller_one_may_come_first():
-    """The larger operand's motion can then be a ring."""
-    first = Motion("all_gather", "rhs", "c", 8 * (8 // 8) * 2 * 7)
+    """The larger operand's collective can then be a ring."""
+    first = ImpliedCollective("all_gather", "rhs", "c", 8 * (8 // 8) * 2 * 7)
     reason = "x wants all_to_all of lhs dim b to a and all_gather of rhs dim c: no ring for that"
     assert refused(128, 8, 8) == Refusal("x", reason, (first,))
 
@@ -259,8 +269,8 @@ def test_no_motion_of_an_operand_may_come_before_a_gather_of_the_result():
 
 def test_work_is_shared_even_where_a_gather_would_move_less():
     got = of("b", None, None)
-    motion = Motion("all_reduce", "out", "b", 2 * ROWS * COLUMNS * 2 // 8 * 7)
-    assert got == Split("x", 8, "b", "b", None, motion)
+    collective = ImpliedCollective("all_reduce", "out", "b", 2 * ROWS * COLUMNS * 2 // 8 * 7)
+    assert got == Split("x", 8, "b", "b", None, collective)
 
 
 def test_two_gathers_are_refused_by_name():
@@ -305,8 +315,12 @@ def test_other_axes_make_less_to_move():
     )
     gather, reduce = matmul.splits
     assert isinstance(gather, Split) and isinstance(reduce, Split)
-    assert gather.motion == Motion("all_gather", "lhs", "a", 3 * (ROWS // 4) * (INNER // 2) * 2)
-    assert reduce.motion == Motion("all_reduce", "out", "b", 2 * ROWS * (COLUMNS // 4) * 8 // 2)
+    assert gather.collective == ImpliedCollective(
+        "all_gather", "lhs", "a", 3 * (ROWS // 4) * (INNER // 2) * 2
+    )
+    assert reduce.collective == ImpliedCollective(
+        "all_reduce", "out", "b", 2 * ROWS * (COLUMNS // 4) * 8 // 2
+    )
 
 
 # -- exactness ----------------------------------------------------------------------------------
@@ -320,21 +334,23 @@ def simulate(matmul: ShardedMatmul, split_x: Split) -> tuple[dict, int]:
     for device in devices(matmul.axis_sizes):
         for side, whole in (("lhs", lhs), ("rhs", rhs)):
             letters = einsum.side(side)
-            assert matmul.letter_of(side, "x") in (None, split_x.at(side)), "moved without a motion"
-            spec = spec_of(letters, split_x.at(side))
+            assert matmul.letter_of(side, "x") in (None, split_x.letter_on(side)), (
+                "moved without a collective"
+            )
+            spec = spec_of(letters, split_x.letter_on(side))
             sides[side][key(device)] = whole[block(whole.shape, spec, device, matmul.axis_sizes)]
-    motion, group = split_x.motion, along("x", {"x": 0}, n)
+    collective, group = split_x.collective, along("x", {"x": 0}, n)
     sent = 0
-    if motion and motion.side != "out":
-        sides[motion.side], sent = moved(matmul, motion, sides[motion.side])
+    if collective and collective.side != "out":
+        sides[collective.side], sent = moved(matmul, collective, sides[collective.side])
     results = {k: np.einsum(str(einsum), sides["lhs"][k], sides["rhs"][k]) for k in group}
-    if motion and motion.kind == "all_to_all" and motion.side == "out":
-        results, sent = moved(matmul, motion, results)
-    elif motion and motion.side == "out":
+    if collective and collective.kind == "all_to_all" and collective.side == "out":
+        results, sent = moved(matmul, collective, results)
+    elif collective and collective.side == "out":
         total = np.sum(list(results.values()), axis=0)
         hop = total.size * matmul.itemsize[2] / n  # a ring sends an n-th of the sums at a time
-        if motion.kind == "reduce_scatter":
-            parts = np.split(total, n, einsum.out.index(motion.letter))
+        if collective.kind == "reduce_scatter":
+            parts = np.split(total, n, einsum.out.index(collective.letter))
             results = dict(zip(group, parts, strict=True))
             sent = (n - 1) * hop
         else:
@@ -343,16 +359,21 @@ def simulate(matmul: ShardedMatmul, split_x: Split) -> tuple[dict, int]:
     return results, int(sent)
 
 
-def moved(matmul: ShardedMatmul, motion: Motion, blocks: Mapping) -> tuple[dict, int]:
+def moved(
+    matmul: ShardedMatmul, collective: ImpliedCollective, blocks: Mapping
+) -> tuple[dict, int]:
     """Gather or exchange the blocks of one side; count the bytes that each device sent."""
     n = matmul.axis_sizes["x"]
-    letters, itemsize = matmul.einsum.side(motion.side), matmul.itemsize[SIDES.index(motion.side)]
-    group, dim = along("x", {"x": 0}, n), letters.index(motion.letter)
-    if motion.kind == "all_gather":
+    letters, itemsize = (
+        matmul.einsum.side(collective.side),
+        matmul.itemsize[SIDES.index(collective.side)],
+    )
+    group, dim = along("x", {"x": 0}, n), letters.index(collective.letter)
+    if collective.kind == "all_gather":
         whole = np.concatenate([blocks[k] for k in group], dim)
         return {k: whole for k in group}, (n - 1) * blocks[group[0]].size * itemsize
-    assert motion.kind == "all_to_all" and motion.to not in (None, motion.letter)
-    parts = {k: np.split(blocks[k], n, letters.index(motion.to)) for k in group}
+    assert collective.kind == "all_to_all" and collective.to not in (None, collective.letter)
+    parts = {k: np.split(blocks[k], n, letters.index(collective.to)) for k in group}
     got = {k: np.concatenate([parts[g][i] for g in group], dim) for i, k in enumerate(group)}
     return got, sum(p.size for p in parts[group[0]][1:]) * itemsize
 
@@ -377,14 +398,14 @@ def test_a_split_computes_the_matmul(matmul: ShardedMatmul):
         if isinstance(split_x, Refusal):
             event("refused")
             continue
-        event(split_x.motion.kind if split_x.motion else "local")
+        event(split_x.collective.kind if split_x.collective else "local")
         check(matmul, split_x)
 
 
 def check(matmul: ShardedMatmul, split_x: Split) -> None:
     """Check that a split computes the matmul, and sends as many bytes as it says."""
     results, sent = simulate(matmul, split_x)
-    assert sent == (split_x.motion.bytes_moved if split_x.motion else 0)
+    assert sent == (split_x.collective.bytes_moved if split_x.collective else 0)
     _, _, whole = operands(matmul.einsum)
     for device in devices(matmul.axis_sizes):
         wanted = whole[block(whole.shape, matmul.out, device, matmul.axis_sizes)]
@@ -400,28 +421,28 @@ def test_what_may_come_before_leaves_a_split_that_computes_the_matmul(matmul: Sh
     (refusal,) = matmul.splits or (None,)
     assume(isinstance(refusal, Refusal))
     assert isinstance(refusal, Refusal)
-    for motion in refusal.first:
-        assert motion.side != "out"
-        held = matmul.letter_of(motion.side, "x")
-        assert held == motion.letter
-        letters = matmul.einsum.side(motion.side)
-        whole = operands(matmul.einsum)[SIDES.index(motion.side)]
-        before, after = spec_of(letters, held), spec_of(letters, motion.to)
+    for collective in refusal.first:
+        assert collective.side != "out"
+        held = matmul.letter_of(collective.side, "x")
+        assert held == collective.letter
+        letters = matmul.einsum.side(collective.side)
+        whole = operands(matmul.einsum)[SIDES.index(collective.side)]
+        before, after = spec_of(letters, held), spec_of(letters, collective.to)
         at = {key(d): d for d in devices(matmul.axis_sizes)}
         blocks = {k: whole[block(whole.shape, before, d, matmul.axis_sizes)] for k, d in at.items()}
-        blocks, sent = moved(matmul, motion, blocks)
-        assert sent == motion.bytes_moved
+        blocks, sent = moved(matmul, collective, blocks)
+        assert sent == collective.bytes_moved
         for k, d in at.items():
             wanted = whole[block(whole.shape, after, d, matmul.axis_sizes)]
             np.testing.assert_array_equal(blocks[k], wanted)
-        matmul = replace(matmul, **{motion.side: after})
+        matmul = replace(matmul, **{collective.side: after})
     for left in matmul.splits:
         if isinstance(left, Refusal):
             event("the result must be gathered")
             assert "gather of out" in left.reason
         else:
             event(
-                f"{len(refusal.first)} before, then {left.motion.kind if left.motion else 'local'}"
+                f"{len(refusal.first)} before, then {left.collective.kind if left.collective else 'local'}"
             )
             check(matmul, left)
 
@@ -439,4 +460,4 @@ def test_no_motion_is_paid_for_where_none_is_needed(matmul: ShardedMatmul):
             and matmul.letter_of("out", "x") == c
             for c in matmul.einsum.out
         )
-        assert local == (isinstance(split_x, Split) and split_x.motion is None)
+        assert local == (isinstance(split_x, Split) and split_x.collective is None)
