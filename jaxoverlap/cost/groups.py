@@ -58,6 +58,21 @@ class Share:
 ALONE = Share()
 
 
+def legs_of(kind: str, bytes_moved: int, group: Group) -> list[Sent]:
+    """Return the collectives as which XLA:GPU carries out one, in order: mostly itself.
+
+    A ragged all-to-all that leaves NVLink is two: all its tokens are gathered across the domains
+    (or exchanged there, where they come back), and sent on within each
+    (`ragged_all_to_all_multi_host_decomposer.cc`).
+    """
+    if kind != "ragged-all-to-all" or not 1 < group.domains < group.size:
+        return [(kind, bytes_moved, group)]
+    domains, within = group.domains, group.size // group.domains
+    held = bytes_moved * group.size // (group.size - 1)
+    across = "all-gather", held * (domains - 1), Group(domains, domains)
+    return [across, ("all-to-all", held * domains * (within - 1) // within, Group(within))]
+
+
 def pair(group: Group) -> Group:
     """Return the group of a hop along a ring of this group: two devices."""
     return replace(group, size=2, domains=min(group.domains, 2))

@@ -17,7 +17,7 @@ import math
 from dataclasses import dataclass, replace
 
 from jaxoverlap.cost import nccl
-from jaxoverlap.cost.groups import ALONE, Group, Sent, Share, compute_factor
+from jaxoverlap.cost.groups import ALONE, Group, Sent, Share, compute_factor, legs_of
 from jaxoverlap.cost.kernels import KernelWork
 from jaxoverlap.cost.nccl import Channels
 from jaxoverlap.cost.tables import ChipTables, MatmulTable
@@ -230,8 +230,8 @@ class CostModel:
         Raises:
             ValueError: for a kind that was not measured, or a negative number of bytes.
         """
-        if kind == "ragged-all-to-all" and 1 < group.domains < group.size:
-            return self._ragged_across_domains_s(bytes_moved, group)
+        if len(legs := legs_of(kind, bytes_moved, group)) > 1:
+            return sum(self.collective_s(*leg) for leg in legs)
         channels = channels or self._given.get((kind, bytes_moved, group))
         kind = self._known(kind, bytes_moved)
         if group.size == 1:
@@ -359,18 +359,6 @@ class CostModel:
             names = ", ".join(dict.fromkeys([*curves, PERMUTE, *_COUNTED_AS]))
             raise ValueError(f"unknown collective {kind!r}: known are {names}")
         return known
-
-    def _ragged_across_domains_s(self, bytes_moved: int, group: Group) -> float:
-        """Seconds of a ragged all-to-all that leaves NVLink, as XLA:GPU carries it out.
-
-        It gathers all rows across the domains (or exchanges as many, where the rows come back), and
-        sends them on within each (`ragged_all_to_all_multi_host_decomposer.cc`).
-        """
-        domains, within = group.domains, group.size // group.domains
-        rows = bytes_moved * group.size // (group.size - 1)
-        across_s = self.collective_s("all-gather", rows * (domains - 1), Group(domains, domains))
-        sent = rows * domains * (within - 1) // within
-        return across_s + self.collective_s("all-to-all", sent, Group(within))
 
     def _permute_s(self, bytes_moved: int, group: Group, channels: Channels | None) -> float:
         if group.domains > 1:

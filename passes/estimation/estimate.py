@@ -16,6 +16,7 @@ from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from jaxoverlap.cost.groups import legs_of
 from jaxoverlap.cost.model import CostModel
 from jaxoverlap.passes.analysis.partitioner_collectives import joined, moved
 from jaxoverlap.passes.estimation.kernels import Kernels, transposed_bytes
@@ -135,16 +136,16 @@ class _Estimator:
             if (c := self._collectives.get((name, i.name))) is not None:
                 sent = (self._collectives[name, one.name].bytes_moved for one in group)
                 c = replace(c, bytes_moved=sum(sent))
-                flight, sms = self._flight(c)
-                lane, seconds = flight.lane, flight.seconds
-                flights[len(tasks)] = i.name
-                tasks.append(Task(needs, flight=flight))
-                tasks.append(Task((len(tasks) - 1,), awaits=len(tasks) - 1))
+                for flight, sent_bytes, sms in self._flights(c):
+                    flights[len(tasks)] = i.name
+                    tasks.append(Task(needs, flight=flight))
+                    tasks.append(Task((len(tasks) - 1,), awaits=len(tasks) - 1))
+                    needs = (len(tasks) - 1,)
+                    own = {flight.lane: flight.seconds}, {flight.lane: sent_bytes}
+                    total = _added(total, Estimate(0.0, 0.0, *own))
+                    slowed_s += flight.seconds * sms / self._cost.cluster.chip.num_sms
                 if transposed := sum(transposed_bytes(one, kernels) for one in group):
                     tasks.append(Task((len(tasks) - 1,), seconds=self._cost.memory_s(transposed)))
-                own = Estimate(0.0, 0.0, {lane: seconds}, {lane: c.bytes_moved})
-                total = _added(total, own)
-                slowed_s += seconds * sms / self._cost.cluster.chip.num_sms
             elif i.opcode in hlo.CONTROL_FLOW:
                 inner = self._called(i)
                 total = _added(total, replace(inner, step_s=0.0, compute_s=0.0))
@@ -239,12 +240,15 @@ class _Estimator:
         step_s, order = min(timed, key=lambda one: one[0])
         wire_s = sum(task.flight.seconds for task in tasks if task.flight)
         hidden = 1 - min((step_s - compute_s) / wire_s, 1.0) if wire_s else 0.0
-        waited_s = {(name, flights[i]): seconds for i, seconds in waits(problem, order).items()}
+        waited_s = dict[tuple[str, str], float](total.waited_s)
+        for index, seconds in waits(problem, order).items():
+            position = name, flights[index]
+            waited_s[position] = waited_s.get(position, 0.0) + seconds
         return replace(
             total,
             step_s=step_s + hidden * max(slowed_s, 0.0),
             compute_s=compute_s + hidden * max(slowed_s, 0.0) + min(slowed_s, 0.0),
-            waited_s={**total.waited_s, **waited_s},
+            waited_s=waited_s,
         )
 
     def _called(self, i: hlo.Instruction) -> Estimate:
@@ -257,15 +261,17 @@ class _Estimator:
             lambda so_far, name: _added(so_far, self.computation(name), times), called, _NOTHING
         )
 
-    def _flight(self, c: Collective) -> tuple[Flight, float]:
-        """Return the flight of a collective, and the SMs that it takes."""
+    def _flights(self, c: Collective) -> Iterator[tuple[Flight, int, float]]:
+        """Yield the flights of a collective in order, with the bytes and the SMs of each."""
         cluster = self._cost.cluster
         group = group_of(replace(c, by_copy=c.kind == PERMUTE), self._module.num_devices, cluster)
-        seconds = self._cost.collective_s(c.kind, c.bytes_moved, group)
-        sms = self._cost.share(c.kind, c.bytes_moved, group).sms
-        lane = NETWORK if group.domains > 1 else NVLINK
-        own = stream(scale_up=self._nvlink_stream and lane == NVLINK)
-        return Flight(lane, seconds, None if self._cost.on_cpus else own), sms
+        for leg in legs_of(c.kind, c.bytes_moved, group):
+            lane = NETWORK if leg[2].domains > 1 else NVLINK
+            own = stream(scale_up=self._nvlink_stream and lane == NVLINK)
+            flight = Flight(
+                lane, self._cost.collective_s(*leg), None if self._cost.on_cpus else own
+            )
+            yield flight, leg[1], self._cost.share(*leg).sms
 
 
 def _up_to(gathers: Sequence[hlo.Instruction], most_bytes: int) -> Iterator[list[hlo.Instruction]]:

@@ -12,7 +12,7 @@ from jaxoverlap.cost import nccl
 from jaxoverlap.cost import tables as measured
 from jaxoverlap.cost.collective_tables import LAUNCH_S
 from jaxoverlap.cost.find import cost_model
-from jaxoverlap.cost.groups import ALONE, Group, Share
+from jaxoverlap.cost.groups import ALONE, Group, Share, legs_of
 from jaxoverlap.cost.interpolation import Curve
 from jaxoverlap.cost.model import Channels
 from jaxoverlap.hardware.cluster import Link, chips, parse_cluster
@@ -286,3 +286,19 @@ def test_a_curve_takes_the_place_of_launch_and_rate():
     assert model.memory_s(1e6) == pytest.approx(1e-3)
     assert model.memory_s(1e6, transcendentals=10**6) == pytest.approx(2e-3)
     assert model.memory_s(1e6, transposed_bytes=10**6) == pytest.approx(3e-3)
+
+
+@settings(max_examples=40, deadline=None)
+@given(names, sizes, groups)
+def test_a_ragged_exchange_across_hosts_is_gathered_there_and_sent_on_within_each(
+    name, sent, group
+):
+    model, legs = MODELS[name], legs_of("ragged-all-to-all", sent, group)
+    seconds = model.collective_s("ragged-all-to-all", sent, group)
+    assert seconds == pytest.approx(sum(model.collective_s(*leg) for leg in legs))
+    if not 1 < group.domains < group.size:
+        assert legs == [("ragged-all-to-all", sent, group)]
+        return
+    (_, across, between), (_, _, within) = legs
+    assert between.size * within.size == group.size and within.domains == 1
+    assert across >= sent * (group.domains - 1) / group.domains, "what leaves the host, at least"
