@@ -2,7 +2,7 @@
 
     step --[DropTypes]--> --[GatherTable, Pin, PinResults]--> --[SplitBatch, Pin]-->
          --[ScatterLookup]--> --[MakeRing, ReadGathered]--> --[GatherAhead]--> --[SumLate]-->
-         --[ShareViews]-->
+         --[SplitExchange]--> --[ShareViews]-->
 
 Edits that follow each other and are of one pass are applied together, by the `run` of the module
 that their class names. Matmuls count as the edits before have left them. Nothing is asked of XLA:

@@ -56,9 +56,20 @@ class Halves(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
             unsplit, split = milliseconds(self.whole_s), milliseconds(self.step_s)
             estimate = f": {unsplit} unsplit, {split} split (estimated)"
         if self.why_not:
-            return [f"  The batch is not split in {self.parts} parts: {self.why_not}{estimate}."]
+            line = f"  The batch is not split in {self.parts} parts: {self.why_not}{estimate}."
+            return [line, *self._hint]
         loops = f", scans unrolled {self.unroll} times" if self.unroll > 1 else ""
         lines = [f"  The batch is split in {self.parts} parts: {self.rows}{loops}{estimate}."]
         if self.mixing:
             lines.append(f"    Parts are joined for {', '.join(self.mixing)}.")
-        return lines
+        return [*lines, *self._hint]
+
+    @property
+    def _hint(self) -> list[str]:
+        """Name what a user can say of a `shard_map` that no rule can find out."""
+        if not any(text.startswith("shard_map") for text in self.mixing):
+            return []
+        return [
+            "    If the shard_map computes each sequence alone, jaxoverlap.per_sequence(fn) says "
+            "so, and it is split too."
+        ]

@@ -29,7 +29,7 @@ from jaxoverlap.plan.decisions import (
     Variant,
     without_rings,
 )
-from jaxoverlap.plan.edits import Edit, MakeRing, SumLate
+from jaxoverlap.plan.edits import Edit, MakeRing, SplitExchange, SumLate
 from jaxoverlap.plan.halves import Halves
 from jaxoverlap.plan.layouts import Layouts
 from jaxoverlap.plan.price import Price
@@ -46,6 +46,7 @@ from jaxoverlap.plan.table import (
     ring_table,
     scattered_line,
     skipped_table,
+    split_exchange_lines,
 )
 from jaxoverlap.plan.tuned import Attempt, Measured, Predictions
 
@@ -283,6 +284,9 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
                 *prefetched_lines(self.prefetched, self.joined_bytes),
                 *map(scattered_line, self.scattered),
                 *late_sums_lines(sum(isinstance(edit, SumLate) for edit in self.edits)),
+                *split_exchange_lines(
+                    [edit.parts for edit in self.edits if isinstance(edit, SplitExchange)]
+                ),
                 *(self.layouts.lines if self.layouts else ()),
                 *(self.halves.lines if self.halves else ()),
                 *(self.streams.lines if self.streams else ()),

@@ -157,6 +157,18 @@ def late_sums_lines(count: int) -> list[str]:
     return [f"  {count} {leave} as partial sums of each device, added up once behind it."]
 
 
+def split_exchange_lines(parts: Sequence[int]) -> list[str]:
+    """Say how many `shard_map`s exchange their columns in chunks.
+
+    Args:
+        parts: the chunks of each.
+    """
+    if not parts:
+        return []
+    send = "shard_maps send" if len(parts) > 1 else "shard_map sends"
+    return [f"  {len(parts)} {send} what is exchanged in {parts[0]} chunks of its columns."]
+
+
 def partitioning_lines(operations: Sequence[str]) -> list[str]:
     """Name the operations that partition themselves, and are not rewritten."""
     if not operations:

@@ -12,6 +12,7 @@ from jax.sharding import PartitionSpec as P
 
 import jaxoverlap
 from jaxoverlap import Plan, overlap, per_sequence
+from jaxoverlap.plan.halves import Halves
 from models import ragged
 from tests.support.ragged import arrays, mixture_step, on_cpu
 
@@ -164,6 +165,12 @@ def test_a_function_that_does_otherwise_for_half_a_batch_runs_on_all_of_it():
     x, w = (jax.device_put(v, s) for v, s in zip((np.ones((16, 6, 8), "f"), W), at, strict=True))
     split = overlap(jax.jit(step), halves=2, layouts=None)
     np.testing.assert_allclose(split(x, w), jax.jit(step)(x, w), rtol=1e-5)
+
+
+def test_explain_names_it_where_a_shard_map_joins_the_batch():
+    joined = Halves(parts=2, why_not="it is slower", mixing=("shard_map (a.py:1)",))
+    assert "jaxoverlap.per_sequence" in joined.lines[-1]
+    assert len(Halves(parts=2, why_not="it is slower", mixing=("sort (a.py:1)",)).lines) == 1
 
 
 def test_it_is_public():

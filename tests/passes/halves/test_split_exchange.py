@@ -11,12 +11,15 @@ from jax import lax
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+import jaxoverlap
 from jaxoverlap import overlap
 from jaxoverlap.passes.analysis.flatten import flatten
 from jaxoverlap.passes.analysis.jaxprs import equations
 from jaxoverlap.passes.edited import EditedStep
 from jaxoverlap.passes.halves.split_exchange import run, split_exchanges
 from jaxoverlap.plan.edits import SplitExchange
+from tests.support.pods import marked
+from tests.support.pods import pytestmark as pods
 from tests.support.ragged import arrays, mixture_step, on_cpu
 
 
@@ -135,3 +138,17 @@ def test_an_edit_that_does_not_fit_is_refused(edit, said):
     step, *shapes = capacity_experts(mesh_of())
     with pytest.raises(ValueError, match=said):
         run(edited_of(step, *shapes), [edit])
+
+
+@marked(pods)
+def test_exchanges_go_in_chunks_where_the_estimate_is_faster_and_explain_says_so():
+    mesh = jaxoverlap.pod_mesh("h100-sxm:2x8", {"data": 1, "expert": 16})
+    step, shapes, x = mixture_step(
+        mesh, room=2, choices=8, layers=2, width=7168, mlp=2048, count=64, sequence=2048,
+        dtype=jnp.bfloat16, attention=8,
+    )  # fmt: skip
+    plan = overlap(step, halves=None, layouts=None).lower(shapes, x).plan
+    assert plan is not None
+    chunked = [edit for edit in plan.edits if isinstance(edit, SplitExchange)]
+    assert len(chunked) == 3, "forward, again in the backward pass, and its gradient"
+    assert "3 shard_maps send what is exchanged in" in str(plan)
