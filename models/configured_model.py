@@ -40,6 +40,7 @@ class Config(TextRun):
 
     AXES: ClassVar[tuple[str, str]] = ("fsdp", "model")  # of weights: rows, columns
     FROM_0: ClassVar[frozenset[str]] = TextRun.FROM_0 | {"experts", "choices", "balance"}
+    dispatch: ClassVar[str] = "slots"  # ragged experts know the mesh axes data and expert alone
 
     split: Configuration = dataclasses.field(default_factory=Configuration)
     order: tuple[str, ...] = AXES  # the placement: axes over devices, slowest first

@@ -134,6 +134,7 @@ PUBLIC = [
     "matmul",
     "overlap",
     "parse_cluster",
+    "per_sequence",
     "pipeline",
     "pod_mesh",
     "profile",
