@@ -198,11 +198,15 @@ def _says_more(eqn: JaxprEqn, result: Any) -> bool:
     return (result.aval.shape, result.aval.sharding.spec) not in known
 
 
+_ATTENTION_GRADIENT = "dot_product_attention_bwd_wrapper"
+
+
 class _Untyped:
     """Rewrite a step's equations one by one to types without explicit shardings."""
 
     def __init__(self, mesh: Mesh, inferred: bool):
         self.mesh, self.inferred = mesh, inferred
+        self.attended = set[Any]()  # what cuDNN's attention reads in the backward pass
 
     def step(self, jaxpr: Jaxpr) -> Jaxpr:
         """Rewrite the step itself, and constrain its results to their types."""
@@ -234,6 +238,9 @@ class _Untyped:
         constvars = [new(v) for v in jaxpr.constvars]
         eqns = []
         for eqn in jaxpr.eqns:
+            if eqn.primitive.name == _ATTENTION_GRADIENT:
+                self.attended.update(v for v in eqn.invars if not compat.is_literal(v))
+        for eqn in jaxpr.eqns:
             if eqn.primitive.name == "reshard" and _mesh_of(eqn.outvars[0]) is None:
                 env[eqn.outvars[0]] = new(eqn.invars[0])  # into `auto_axes`: states no sharding
             else:
@@ -256,12 +263,15 @@ class _Untyped:
             yield self.changed(_with_explicit_axes(eqn), invars, outvars)
             return
         stated = [p for p in _STATED if isinstance(eqn.params.get(p), NamedSharding)]
+        # JAX takes what cuDNN's attention gives for replicated, and states that of its gradient.
+        full = not any(axes for p in stated for axes in eqn.params[p].spec)
+        stays = bool(stated) and not (full and self.attended.issuperset(eqn.outvars))
         if stated:
             eqn = eqn.replace(params={**eqn.params, **dict.fromkeys(stated)})
         pinned = [
             _mesh_of(v) is not None
             and not isinstance(v, core.DropVar)
-            and (stated or (self.inferred and _says_more(eqn, v)))
+            and (stays or (self.inferred and (bool(stated) or _says_more(eqn, v))))
             for v in eqn.outvars
         ]
         free = [core.Var(v.aval) if p else v for v, p in zip(outvars, pinned, strict=True)]

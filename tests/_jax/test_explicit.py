@@ -6,11 +6,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import AxisType, NamedSharding, reshard
+from jax.sharding import AxisType, Mesh, NamedSharding, reshard
 from jax.sharding import PartitionSpec as P
 
+import jaxoverlap
 from jaxoverlap._jax import compat, explicit, jits
+from jaxoverlap.passes.analysis.flatten import flatten
 from jaxoverlap.passes.analysis.jaxprs import equations
+from tests.support.pods import needs_plugin
 
 
 @pytest.fixture(scope="module")
@@ -108,3 +111,31 @@ def test_unreduced_types_stay(mesh):
     step = jax.jit(lambda x, y: reshard(jnp.dot(x, y, out_sharding=out), P(None, None)))
     jaxpr = jits.traced_params(step.trace(x, y))["jaxpr"]
     assert "unreduced" in (explicit.why_not_automatic(jaxpr) or "")
+
+
+@needs_plugin
+def test_what_jax_states_of_attentions_gradient_is_inferred():
+    """JAX takes what cuDNN's attention gives for replicated, and asks for its gradient so."""
+    pod = jaxoverlap.pod_mesh("h100-sxm:1x8", {"data": 2, "model": 4})
+    mesh = Mesh(pod.devices, pod.axis_names, axis_types=(AxisType.Explicit,) * 2)
+
+    def loss(w, x):
+        q = jnp.einsum("bsd,dhk->bshk", x, w, out_sharding=P("data", None, "model", None))
+        a = jax.nn.dot_product_attention(q, q, q, is_causal=True, implementation="cudnn")
+        return jnp.sum(jnp.einsum("bshk,dhk->bsd", a, w, out_sharding=P("data")))
+
+    def shape(spec, *sizes):
+        return jax.ShapeDtypeStruct(sizes, jnp.bfloat16, sharding=NamedSharding(mesh, spec))
+
+    args = shape(P(None, "model"), 64, 4, 64), shape(P("data"), 4, 128, 64)
+    with jax.set_mesh(mesh):
+        jaxpr = flatten(jax.jit(jax.grad(loss)).trace(*args).jaxpr)
+
+    def replicated(inferred: bool) -> list[tuple[int, ...]]:
+        eqns = (e for e, _ in equations(explicit.automatic(jaxpr, mesh, inferred=inferred)))
+        constraints = [e for e in eqns if e.primitive.name == "sharding_constraint"]
+        full = [e for e in constraints if not any(e.params["sharding"].spec)]
+        return [e.outvars[0].aval.shape for e in full if e.outvars[0].aval.ndim == 4]
+
+    assert replicated(inferred=True), "as JAX states it"
+    assert not replicated(inferred=False)
