@@ -43,9 +43,9 @@ def experts(
     """
     batch, own = P(tuple(mesh.axis_names)), P(axis)
     on_gpus = mesh.devices.flat[0].platform == "gpu"
-    exchange = lax.ragged_all_to_all if on_gpus else _exchange_by_gathers
+    exchange = lax.ragged_all_to_all if on_gpus else exchange_by_gathers
     body = functools.partial(
-        _experts, axis=axis, activation=activation, room=room, exchange=exchange
+        on_device, axis=axis, activation=activation, room=room, exchange=exchange
     )
 
     def mixed(tokens: Array, weights: Array, chosen: Array, *matmuls: Array) -> Array:
@@ -56,7 +56,7 @@ def experts(
     return jaxoverlap.per_sequence(mixed, argnums=(0, 1, 2))
 
 
-def _experts(
+def on_device(
     tokens: Array,
     weights: Array,
     chosen: Array,
@@ -69,6 +69,13 @@ def _experts(
     room: float | None,
     exchange: Callable[..., Array],
 ) -> Array:
+    """Do one device's part, inside a `shard_map`: arguments and result are as of `experts`.
+
+    Args:
+        tokens, weights, chosen, up, down, gate: the device's own.
+        axis, activation, room: as in `experts`.
+        exchange: `lax.ragged_all_to_all`, or what stands in for it.
+    """
     devices, me, own = lax.axis_size(axis), lax.axis_index(axis), up.shape[0]
     shape, choices = tokens.shape, chosen.shape[-1]
     tokens, expert_of = tokens.reshape(-1, shape[-1]), chosen.reshape(-1)
@@ -106,7 +113,7 @@ def _experts(
     return jnp.sum(answered * weights[..., None].astype(answered.dtype), axis=-2)
 
 
-def _exchange_by_gathers(
+def exchange_by_gathers(
     operand: Array, output: Array, offsets: Array, sent: Array, there: Array, _: Array, *, axis_name
 ) -> Array:
     """Do what `lax.ragged_all_to_all` does, for XLA:CPU, which has no such operation."""

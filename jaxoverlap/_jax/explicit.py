@@ -265,13 +265,13 @@ class _Untyped:
         stated = [p for p in _STATED if isinstance(eqn.params.get(p), NamedSharding)]
         # JAX takes what cuDNN's attention gives for replicated, and states that of its gradient.
         full = not any(axes for p in stated for axes in eqn.params[p].spec)
-        stays = bool(stated) and not (full and self.attended.issuperset(eqn.outvars))
+        by_jax = full and self.attended.issuperset(eqn.outvars)
         if stated:
             eqn = eqn.replace(params={**eqn.params, **dict.fromkeys(stated)})
         pinned = [
             _mesh_of(v) is not None
             and not isinstance(v, core.DropVar)
-            and (stays or (self.inferred and (bool(stated) or _says_more(eqn, v))))
+            and ((stated and not by_jax) or (self.inferred and (stated or _says_more(eqn, v))))
             for v in eqn.outvars
         ]
         free = [core.Var(v.aval) if p else v for v, p in zip(outvars, pinned, strict=True)]

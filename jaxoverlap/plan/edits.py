@@ -281,7 +281,7 @@ class SumLate(_Edit, frozen=True, kw_only=True):
 
 
 class SplitExchange(_Edit, frozen=True, kw_only=True):
-    """What a `shard_map` of the user's exchanges goes in chunks of its columns.
+    """The exchanges of a user's `shard_map` go in chunks of their columns.
 
     Attributes:
         shard_map: which of the step's it is.

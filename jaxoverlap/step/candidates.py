@@ -184,8 +184,7 @@ def _with_late_sums(
     step: StepContext, unringed: StepCandidate, candidate: StepCandidate, *, anyway: bool
 ) -> StepCandidate:
     """Add up sums behind their scans, if the step is faster so by estimate, or anyway."""
-    edited = unringed.edited if candidate.edited is step.edited else candidate.edited
-    base = edited.before if edited.before and edited.has(ShareViews) else edited
+    base = _before_views(step, unringed, candidate)
     if candidate.halves and candidate.is_split and not unringed.is_split:
         unringed = in_parts(step, unringed, candidate.halves.parts, 1)
     names = DimNames(base.numbered.jaxpr)
@@ -197,12 +196,19 @@ def _with_split_exchanges(
     step: StepContext, unringed: StepCandidate, candidate: StepCandidate
 ) -> StepCandidate:
     """Send exchanges of `shard_map`s in chunks, if the step is faster so by estimate."""
-    edited = unringed.edited if candidate.edited is step.edited else candidate.edited
-    base = edited.before if edited.before and edited.has(ShareViews) else edited
+    base = _before_views(step, unringed, candidate)
     for parts in EXCHANGE_CHUNKS:
         edits = list(split_exchanges(base, parts))
         candidate = _with(step, candidate, base, edits, SPLIT_EXCHANGE_GAIN)
     return candidate
+
+
+def _before_views(
+    step: StepContext, unringed: StepCandidate, candidate: StepCandidate
+) -> EditedStep:
+    """Return a candidate's step without its last edit, `ShareViews`, for edits that come before."""
+    edited = unringed.edited if candidate.edited is step.edited else candidate.edited
+    return edited.before if edited.before and edited.has(ShareViews) else edited
 
 
 def _with(

@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 import numpy as np
 
+from jaxoverlap.passes.analysis.sequence_call import SEQUENCE_CALL
 from jaxoverlap.passes.analysis.sharding_rules import (
     TE_BACKWARD,
     TE_FORWARD,
@@ -472,7 +473,7 @@ _RULES: dict[str, Callable[[Any], DimRule | None]] = {
     "ragged_all_to_all": _ragged_all_to_all,
     **dict.fromkeys(("all_gather", "all_gather_invariant"), _gathered("all_gather_dimension")),
     "reduce_scatter": _gathered("scatter_dimension"),
-    "per_sequence": _sequence_call,
+    SEQUENCE_CALL: _sequence_call,
     "stack": _stack,
     "unstack": _unstack,
     **dict.fromkeys(

@@ -16,7 +16,7 @@ from jaxoverlap.passes.analysis.einsum import SIDES
 from jaxoverlap.passes.analysis.jaxprs import Dot
 from jaxoverlap.passes.analysis.partitioned import Shardings
 from jaxoverlap.passes.halves.shardings import matmuls_of_parts
-from jaxoverlap.passes.planning.decide import matmul_of
+from jaxoverlap.passes.planning.matmuls import matmul_of
 from jaxoverlap.passes.planning.profit import local_sizes
 from jaxoverlap.passes.planning.splits import ShardedMatmul
 

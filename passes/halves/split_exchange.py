@@ -1,4 +1,4 @@
-"""Send what a user's `shard_map` exchanges in chunks of its columns, under the matmuls of others.
+"""Send the exchanges of a user's `shard_map` in chunks of columns, each under others' matmuls.
 
     y: [rows, d] = ragged_all_to_all x ;  h: [rows, f] = ragged_dot y w: [e, d, f]
 
@@ -64,9 +64,8 @@ def split_exchanges(step: EditedStep, parts: int) -> Iterator[SplitExchange]:
     """
     users = {id(eqn.params["jaxpr"]) for eqn in _shard_maps(step.numbered.jaxpr)}
     for number, eqn in enumerate(_shard_maps(step.jaxpr)):
-        if id(eqn.params["jaxpr"]) in users and _columns(
-            eqn.params["jaxpr"], DimNames(eqn.params["jaxpr"]), parts
-        ):
+        body = eqn.params["jaxpr"]
+        if id(body) in users and _columns(body, DimNames(body), parts):
             yield SplitExchange(shard_map=number, parts=parts)
 
 

@@ -1,4 +1,4 @@
-"""Which matmuls the sharding algebra can take, and how it reads them."""
+"""Read a matmul for the sharding algebra, or say why it cannot have a ring."""
 
 from __future__ import annotations
 

@@ -139,7 +139,7 @@ class TestOnPods:
     @pytest.mark.parametrize(("kind", "kernels"), [("auto", 0), ("cudnn", 2 * 2)])
     @pytest.mark.parametrize("recompute", ["full", "selective"])
     def test_configured_meshes_have_the_ring_if_it_is_wanted(self, kind, kernels, recompute):
-        """Of two devices, forward and again in the backward pass; with shared key heads."""
+        """The ring has two hops, forward and again in the backward pass, with shared key heads too."""
         split = Configuration(fsdp=2, model=2, context=2, recompute=recompute)
         config = configured_model.Config(
             split=split, order=AXES_OF_SIX, layers=1, hidden=512, heads=8, kv_heads=4, mlp=512, sequence=512,

@@ -1,8 +1,6 @@
 """A mixture of experts with ragged exchanges, as MaxText, marin and tunix write theirs.
 
-Inside a `shard_map` over all axes: tokens are sorted by expert, sent to the devices of their
-experts (`ragged_all_to_all`), sorted by expert there, multiplied (`ragged_dot`), and sent back.
-XLA:CPU has no ragged all-to-all; `on_cpu` lowers it to gathers.
+Inside a `shard_map` over all axes, with the router (`models/ragged.py` has it outside). XLA:CPU has no ragged all-to-all; `on_cpu` lowers it to gathers.
 """
 
 from __future__ import annotations
@@ -19,22 +17,15 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jaxoverlap
+from models.ragged import exchange_by_gathers, on_device
 
 
 @functools.cache
 def on_cpu() -> None:
     """Lower ragged all-to-alls for CPU devices, once a process."""
 
-    def gathered(operand, output, offsets, sent, there, _, *, axis_name, **__):
-        me = lax.axis_index(axis_name)
-        every = lax.all_gather(operand, axis_name)
-        offsets, sent, there = (lax.all_gather(v, axis_name)[:, me] for v in (offsets, sent, there))
-        row = jnp.arange(output.shape[0])[:, None]
-        mine = (there <= row) & (row < there + sent)  # [rows, devices]
-        sender = jnp.argmax(mine, 1)
-        found = every[sender, (offsets - there)[sender] + row[:, 0]]
-        some = mine.any(1).reshape(-1, *(1,) * (output.ndim - 1))
-        return jnp.where(some, found, output)
+    def gathered(*operands, axis_name, **_):
+        return exchange_by_gathers(*operands, axis_name=axis_name)
 
     lowering = mlir.lower_fun(gathered, multiple_results=False)
     mlir.register_lowering(ragged_all_to_all_p, lowering, platform="cpu")
@@ -51,41 +42,12 @@ def experts(x, p, *, axis: str, choices: int, room: float | None):
         room: rows of the buffer for the tokens that come, over those that it sends; None for as
             many as can come.
     """
-    devices, me = lax.axis_size(axis), lax.axis_index(axis)
-    own, count = p["up"].shape[0], p["router"].shape[1]
-    tokens = x.reshape(-1, x.shape[-1])
-    rows_sent = tokens.shape[0] * choices
-    room = round(rows_sent * (devices if room is None else room))
-    weights, chosen = lax.top_k(jax.nn.softmax((tokens @ p["router"]).astype(jnp.float32)), choices)
-    order = jnp.argsort(chosen.reshape(-1))
-    sizes = lax.all_gather(jnp.bincount(chosen.reshape(-1), length=count), axis)
-    between = sizes.reshape(devices, devices, own).sum(-1)  # [from, to]
-    starts = jnp.cumsum(between, 1) - between  # of what each sends, at home
-    there = jnp.cumsum(between, 0) - between  # and at the other end
-
-    def empty(rows: int):
-        return jnp.zeros((rows, x.shape[-1]), x.dtype)
-
-    came = lax.ragged_all_to_all(
-        tokens[order // choices], empty(room),
-        starts[me], between[me], there[me], between[:, me], axis_name=axis,
+    likely = jax.nn.softmax((x @ p["router"]).astype(jnp.float32))
+    weights, chosen = lax.top_k(likely, choices)
+    return on_device(
+        x, weights, chosen, p["up"], p["down"], p["gate"],
+        axis=axis, activation=jax.nn.silu, room=room, exchange=lax.ragged_all_to_all,
     )  # fmt: skip
-    mine = lax.dynamic_slice_in_dim(sizes, me * own, own, 1)
-    of_row = jnp.repeat(
-        jnp.tile(jnp.arange(own), devices), mine.reshape(-1), total_repeat_length=room
-    )
-    of_row = jnp.where(jnp.arange(room) < between[:, me].sum(), of_row, own)
-    by_expert, groups = jnp.argsort(of_row), mine.sum(0)
-    rows = came[by_expert]
-    hidden = jax.nn.silu(lax.ragged_dot(rows, p["gate"], groups))
-    hidden *= lax.ragged_dot(rows, p["up"], groups)
-    answer = lax.ragged_dot(hidden, p["down"], groups)[jnp.argsort(by_expert)]
-    back = lax.ragged_all_to_all(
-        answer, empty(order.size),
-        there[:, me], between[:, me], starts[:, me], between[me], axis_name=axis,
-    )  # fmt: skip
-    mixed = back[jnp.argsort(order)].reshape(-1, choices, x.shape[-1])
-    return (mixed * weights[..., None].astype(x.dtype)).sum(1).reshape(x.shape)
 
 
 def mixture_step(
