@@ -16,7 +16,7 @@ from typing import Annotated
 
 import typer
 
-from benchmarks import frame, questions, ragged
+from benchmarks import cudnn_numbers, explicit, frame, one_gpu, questions, ragged
 from benchmarks.frame import in_ms, markdown, read_rows
 from benchmarks.pods import rows as pods
 from benchmarks.pods.suite import SCHEDULED
@@ -128,12 +128,40 @@ def _ragged() -> str:
     return f"{markdown(ragged.COLUMNS, ragged.table(rows), numbers)}\n\n{measured_at(rows)}"
 
 
+def _explicit() -> str:
+    rows = read_rows(RESULTS / "explicit.jsonl")
+    table = markdown(explicit.COLUMNS, explicit.table(rows), explicit.COLUMNS[2:])
+    return f"{table}\n\n{measured_at(rows)}"
+
+
+def _one_gpu() -> str:
+    rows = read_rows(RESULTS / "one_gpu.jsonl")
+    return f"{markdown(one_gpu.COLUMNS, one_gpu.table(rows), one_gpu.COLUMNS[1:])}\n\n{_on(rows)}"
+
+
+def _cudnn_numbers() -> str:
+    rows = read_rows(RESULTS / "cudnn_numbers.jsonl")
+    table = markdown(cudnn_numbers.COLUMNS, cudnn_numbers.table(rows), cudnn_numbers.COLUMNS[1:])
+    return f"{table}\n\n{_on(rows)}"
+
+
+def _on(rows: Sequence[pods.Row]) -> str:
+    """Say on which GPU rows were measured, and with which versions."""
+    devices, platforms, versions = (
+        ", ".join(sorted({row[key] for row in rows})) for key in ("device", "platform", "jax")
+    )
+    return f"Measured on one {devices}, {platforms}, jax {versions}."
+
+
 TABLES: Mapping[str, Callable[[], str]] = {
     "pods": _pods,
     "suite": _suite,
     "questions": _questions,
     "meshes": _meshes,
     "ragged": _ragged,
+    "explicit": _explicit,
+    "one gpu": _one_gpu,
+    "cudnn numbers": _cudnn_numbers,
 }
 
 

@@ -196,12 +196,12 @@ def _by_name(event: DeviceEvent, nested: bool) -> Label:
         return Label("container", op, op_name=event.op_name)
     if event.detail == GRAPH:
         return Label("graph", op, op_name=event.op_name)
-    kind = "memory" if event.detail else _named(event)  # what else is detailed are copies
+    kind = "memory" if event.detail else named(event)  # what else is detailed are copies
     asked = KernelWork(unknown=event.name) if kind == "unknown" else FREE
     return Label(kind, op, op_name=event.op_name, work=asked)
 
 
-def _named(event: DeviceEvent) -> Kind:
+def named(event: DeviceEvent) -> Kind:
     """Classify a kernel by its name, its instruction's and its JAX operation's."""
     names = f"{event.name} {event.op} {event.op_name.rpartition('/')[2]}"
     if _ATTENTION.search(names):

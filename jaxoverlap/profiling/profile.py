@@ -16,6 +16,7 @@ from jaxoverlap.profiling import text
 from jaxoverlap.profiling.compare import KindRatio, Predicted, ratios
 from jaxoverlap.profiling.formats.events import Recording
 from jaxoverlap.profiling.formats.files import recorded
+from jaxoverlap.profiling.graphs import with_instructions
 from jaxoverlap.profiling.intervals import length, union
 from jaxoverlap.profiling.kinds import Classifier
 from jaxoverlap.profiling.measured import CollectiveRun, DeviceStep, Straggler, Sums, waits
@@ -188,6 +189,7 @@ def analyzed(
     """Add one step of a recording up; the arguments are `read`'s."""
     is_cpu = recording.platform == "CPU"
     classifier = Classifier(_texts(recording, compiled), len(recording.devices), nested=is_cpu)
+    recording = with_instructions(recording, classifier)
     steps = steps_of(recording, classifier, module)
     simulation = _simulated(recording, classifier, steps, cluster)
     predicted = Predicted.from_timeline(simulation)

@@ -132,6 +132,17 @@ def mesh_of(shape: tuple[int, ...], gpus_of: list[int], kind: str = H100.device_
 
 
 @pytest.mark.parametrize(
+    ("kind", "chip"), [("NVIDIA H100 80GB HBM3", "h100-sxm"), ("NVIDIA H200", "h200")]
+)
+def test_gpus_are_known_by_what_they_call_themselves(monkeypatch, kind, chip):
+    """Names are as JAX gave them on one of each."""
+    monkeypatch.setattr(topology, "hosts_of", lambda processes, within_s: dict.fromkeys(processes))
+    cluster = topology.cluster_of(mesh_of((8,), [8], kind))
+    assert cluster is not None
+    assert str(cluster) == f"{chip}:1x8"
+
+
+@pytest.mark.parametrize(
     ("gpus_of", "host_of", "cluster"),
     [
         ([1] * 64, lambda p: p // 8, "h100-sxm:8x8/8"),

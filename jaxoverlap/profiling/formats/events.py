@@ -19,6 +19,7 @@ class DeviceEvent:
         module: the HLO module's name; program: the number of its executable, -1 if unknown.
         op_name: the path of names above the JAX operation; empty if the profile does not say.
         run: the number of the execution that it belongs to, where the profiler numbers them.
+        launch: the number of the launch of a CUDA graph that it is a node of; -1 if of none.
         detail: what the profiler says of a copy ("MemcpyP2P") or a graph ("CudaGraph").
     """
 
@@ -31,6 +32,7 @@ class DeviceEvent:
     program: int = -1
     op_name: str = ""
     run: int = -1
+    launch: int = -1
     detail: str = ""
 
     @property

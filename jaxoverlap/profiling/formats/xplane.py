@@ -143,6 +143,7 @@ def gpu_event(
         module=str(stats.get("hlo_module", "")),
         program=int(stats.get("program_id", -1)),
         op_name=str(stats.get("name", "")),
+        launch=int(stats.get("correlation_id", -1)) if "cuda_graph_node_id" in stats else -1,
         detail=_detail(name, stats),
     )
 
