@@ -59,7 +59,13 @@ def why_not_automatic(jaxpr: Jaxpr) -> str | None:
     return None
 
 
-def automatic(jaxpr: Jaxpr, mesh: Mesh, *, inferred: bool) -> Jaxpr:
+def automatic(
+    jaxpr: Jaxpr,
+    mesh: Mesh,
+    *,
+    inferred: bool,
+    partitions_itself: Callable[[JaxprEqn], bool] = lambda eqn: False,
+) -> Jaxpr:
     """Return a step without shardings in its types.
 
     Args:
@@ -67,8 +73,11 @@ def automatic(jaxpr: Jaxpr, mesh: Mesh, *, inferred: bool) -> Jaxpr:
         mesh: the mesh.
         inferred: whether types that JAX inferred become constraints too; if not, XLA's partitioner
             chooses those shardings.
+        partitions_itself: whether an operation is one of those whose results JAX takes for
+            replicated, whatever their operands are. In the backward pass JAX then asks for a
+            replicated gradient of such a result, and that counts as inferred.
     """
-    return _Untyped(automatic_mesh(mesh), inferred).step(jaxpr)
+    return _Untyped(automatic_mesh(mesh), inferred, partitions_itself).step(jaxpr)
 
 
 def typed_as(jaxpr: Jaxpr, like: Jaxpr) -> Jaxpr:
@@ -198,15 +207,18 @@ def _says_more(eqn: JaxprEqn, result: Any) -> bool:
     return (result.aval.shape, result.aval.sharding.spec) not in known
 
 
-_ATTENTION_GRADIENT = "dot_product_attention_bwd_wrapper"
+def _is_transposed(eqn: JaxprEqn) -> bool:
+    """Return whether JAX made an equation by transposing another: no user stated its sharding."""
+    names = str(eqn.source_info.name_stack)
+    return "transpose(" in names and "rematted_computation" not in names
 
 
 class _Untyped:
     """Rewrite a step's equations one by one to types without explicit shardings."""
 
-    def __init__(self, mesh: Mesh, inferred: bool):
-        self.mesh, self.inferred = mesh, inferred
-        self.attended = set[Any]()  # what cuDNN's attention reads in the backward pass
+    def __init__(self, mesh: Mesh, inferred: bool, partitions_itself: Callable[[JaxprEqn], bool]):
+        self.mesh, self.inferred, self.partitions_itself = mesh, inferred, partitions_itself
+        self.read = set[Any]()  # by operations that partition themselves
 
     def step(self, jaxpr: Jaxpr) -> Jaxpr:
         """Rewrite the step itself, and constrain its results to their types."""
@@ -237,9 +249,8 @@ class _Untyped:
         invars = [new(v) for v in jaxpr.invars]
         constvars = [new(v) for v in jaxpr.constvars]
         eqns = []
-        for eqn in jaxpr.eqns:
-            if eqn.primitive.name == _ATTENTION_GRADIENT:
-                self.attended.update(v for v in eqn.invars if not compat.is_literal(v))
+        for eqn in filter(self.partitions_itself, jaxpr.eqns):
+            self.read.update(v for v in eqn.invars if not compat.is_literal(v))
         for eqn in jaxpr.eqns:
             if eqn.primitive.name == "reshard" and _mesh_of(eqn.outvars[0]) is None:
                 env[eqn.outvars[0]] = new(eqn.invars[0])  # into `auto_axes`: states no sharding
@@ -263,9 +274,8 @@ class _Untyped:
             yield self.changed(_with_explicit_axes(eqn), invars, outvars)
             return
         stated = [p for p in _STATED if isinstance(eqn.params.get(p), NamedSharding)]
-        # JAX takes what cuDNN's attention gives for replicated, and states that of its gradient.
         full = not any(axes for p in stated for axes in eqn.params[p].spec)
-        by_jax = full and self.attended.issuperset(eqn.outvars)
+        by_jax = full and _is_transposed(eqn) and self.read.issuperset(eqn.outvars)
         if stated:
             eqn = eqn.replace(params={**eqn.params, **dict.fromkeys(stated)})
         pinned = [

@@ -140,7 +140,24 @@ def _side(value: Any, beyond: Iterator[Spec | None]) -> Side:
 def _sources(value: Any) -> Iterator[Spec | None]:
     while (op := _maker(value)) is not None and op.name in _RESHARDS:
         value = op.operands[0]
-        yield _spec_of(value)
+        yield _spec_where_made(value)
+
+
+def _spec_where_made(value: Any) -> Spec | None:
+    """Return a value's sharding; of what a step of a scan reads, as the slice has it.
+
+    Shardy gives a constraint's sharding to the value that is constrained, so that a slice of
+    stacked weights is gathered as soon as it is cut.
+    """
+    reshape = _maker(value)
+    if reshape is not None and reshape.name == "stablehlo.reshape":
+        cut, shape = reshape.operands[0], (1, *ir.RankedTensorType(value.type).shape)
+        by = _maker(cut)
+        is_slice = by is not None and by.name == "stablehlo.dynamic_slice"
+        if is_slice and tuple(ir.RankedTensorType(cut.type).shape) == shape:
+            spec = _spec_of(cut)
+            return spec and spec[1:]
+    return _spec_of(value)
 
 
 def _sinks(value: Any) -> Iterator[Spec | None]:

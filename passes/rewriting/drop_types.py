@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from jaxoverlap._jax import explicit
+from jaxoverlap.passes.analysis.sharding_rules import partitions_itself
 from jaxoverlap.passes.edited import EditedStep, misfit
 from jaxoverlap.plan.edits import DropTypes
 
@@ -23,5 +24,7 @@ def run(step: EditedStep, edits: Sequence[DropTypes]) -> EditedStep:
     mesh = explicit.automatic_mesh(step.mesh)
     if step.edits or mesh == step.mesh:
         raise misfit(edit, "it is the first edit of a step on an explicit mesh, or none")
-    jaxpr = explicit.automatic(step.jaxpr, step.mesh, inferred=not edit.inferred)
+    jaxpr = explicit.automatic(
+        step.jaxpr, step.mesh, inferred=not edit.inferred, partitions_itself=partitions_itself
+    )
     return replace(step, jaxpr=jaxpr, mesh=mesh, untyped=step)

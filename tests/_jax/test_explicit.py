@@ -13,6 +13,7 @@ import jaxoverlap
 from jaxoverlap._jax import compat, explicit, jits
 from jaxoverlap.passes.analysis.flatten import flatten
 from jaxoverlap.passes.analysis.jaxprs import equations
+from jaxoverlap.passes.analysis.sharding_rules import partitions_itself
 from tests.support.pods import needs_plugin
 
 
@@ -114,13 +115,15 @@ def test_unreduced_types_stay(mesh):
 
 
 @needs_plugin
-def test_what_jax_states_of_attentions_gradient_is_inferred():
+@pytest.mark.parametrize("stated", [False, True], ids=["by JAX", "by the user"])
+def test_what_jax_states_of_attentions_gradient_is_inferred(stated):
     """JAX takes what cuDNN's attention gives for replicated, and asks for its gradient so."""
     pod = jaxoverlap.pod_mesh("h100-sxm:1x8", {"data": 2, "model": 4})
     mesh = Mesh(pod.devices, pod.axis_names, axis_types=(AxisType.Explicit,) * 2)
+    out = P() if stated else P("data", None, "model", None)
 
     def loss(w, x):
-        q = jnp.einsum("bsd,dhk->bshk", x, w, out_sharding=P("data", None, "model", None))
+        q = jnp.einsum("bsd,dhk->bshk", x, w, out_sharding=out)
         a = jax.nn.dot_product_attention(q, q, q, is_causal=True, implementation="cudnn")
         return jnp.sum(jnp.einsum("bshk,dhk->bsd", a, w, out_sharding=P("data")))
 
@@ -132,10 +135,13 @@ def test_what_jax_states_of_attentions_gradient_is_inferred():
         jaxpr = flatten(jax.jit(jax.grad(loss)).trace(*args).jaxpr)
 
     def replicated(inferred: bool) -> list[tuple[int, ...]]:
-        eqns = (e for e, _ in equations(explicit.automatic(jaxpr, mesh, inferred=inferred)))
+        untyped = explicit.automatic(
+            jaxpr, mesh, inferred=inferred, partitions_itself=partitions_itself
+        )
+        eqns = (e for e, _ in equations(untyped))
         constraints = [e for e in eqns if e.primitive.name == "sharding_constraint"]
         full = [e for e in constraints if not any(e.params["sharding"].spec)]
         return [e.outvars[0].aval.shape for e in full if e.outvars[0].aval.ndim == 4]
 
     assert replicated(inferred=True), "as JAX states it"
-    assert not replicated(inferred=False)
+    assert bool(replicated(inferred=False)) == stated

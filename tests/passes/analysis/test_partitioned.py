@@ -111,6 +111,17 @@ def test_resharding_around_a_matmul_is_looked_through():
     assert matmul.out_sinks == (COLUMNS, ROWS)
 
 
+def test_a_slice_of_a_scan_is_sharded_as_it_is_cut():
+    """Shardy gives a constraint's sharding to the slice itself, which is gathered all the same."""
+
+    def layer(x, w):
+        return pin(x @ pin(w, None, None), "model"), None
+
+    (matmul,) = read_all(lambda x, w: lax.scan(layer, x, w)[0], X, struct((3, 32, 32), None, "data"))
+    assert matmul[:2] == (ROWS, WHOLE)
+    assert matmul.rhs_sources == ((DATA, ()),)
+
+
 def test_without_resharding_there_is_nothing_beyond():
     (matmul,) = read_all(lambda x, w: jnp.tanh(x) @ w, X, W, out_shardings=at(None, "model"))
     assert matmul[:3] == (ROWS, COLUMNS, COLUMNS)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import jax
@@ -31,7 +32,12 @@ def layer(x, weights):
     return x + jnp.tanh(x @ up) @ down, jnp.sum(x)
 
 
-def loss(weights, x):
+def by_hand(x, weights):
+    """The layer with its weights gathered by constraints, as FSDP is often written."""
+    return layer(x, [jax.lax.with_sharding_constraint(w, at(P())) for w in weights])
+
+
+def loss(weights, x, layer=layer):
     x, sums = jax.lax.scan(jax.checkpoint(layer), x, weights)
     return jnp.mean(x**2) + jnp.mean(sums) / 1e3
 
@@ -103,8 +109,9 @@ def test_a_body_gathers_what_the_next_step_reads():
 LAYERS_AHEAD = Options(layers_ahead=True, rings=False, layouts=None, halves=None)
 
 
-def test_whole_layers_are_gathered_ahead_with_the_plain_numbers():
-    fn, arrays = jax.value_and_grad(loss), arguments()
+@pytest.mark.parametrize("layer", [layer, by_hand], ids=["by matmuls", "by hand"])
+def test_whole_layers_are_gathered_ahead_with_the_plain_numbers(layer):
+    fn, arrays = jax.value_and_grad(functools.partial(loss, layer=layer)), arguments()
     step = jaxoverlap.Overlapped(step_of(fn), LAYERS_AHEAD)
     pairs = zip(*map(jax.tree.leaves, (step(*arrays), step_of(fn)(*arrays))), strict=True)
     for mine, theirs in pairs:
