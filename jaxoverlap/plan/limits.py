@@ -55,6 +55,10 @@ CLOSE_UNROLLED = 0.015
 # Published options hide collectives and do not make kernels faster: if a step takes at most this
 # share more than the original step's kernels, no published options are compiled.
 EXPOSED = 0.05
+# Gathers outside of loops, from as many on, are joined up to these times the bytes that cross the
+# link in a gather's latency: 2 and 4 took 5% off a step of eight unrolled layers, FSDP over 64
+# GB200s (benchmarks.explicit), and 2% over 64 H100s; 2 was best on the first, 4 on the second.
+LEAST_JOINED, JOINED_FOR_LATENCIES = 8, (2, 4)
 # Times the best estimate: a tuner's move that takes longer is not compiled; nor is a whole plan,
 # whose estimates err more beside each other.
 SLOWER_MOVE, SLOWER_PLAN = 1.01, 1.05

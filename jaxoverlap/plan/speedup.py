@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from collections.abc import Mapping
+from typing import Literal, get_args
 
 import msgspec
 
-CandidateName = Literal[
-    "overlapped", "other rows", "other loops", "reordered", "O1", "gpu-recipes", "plain"
-]
+Overlapped = Literal["overlapped", "other rows", "other loops"]
+CandidateName = Literal[Overlapped, "reordered", "O1", "gpu-recipes", "plain"]
 _NAMES = {
     "overlapped": "overlapped",
     "other rows": "overlapped",
@@ -35,6 +35,8 @@ class Speedup(msgspec.Struct, frozen=True, kw_only=True):
         why: why the overlapped step was not taken, or why the original one was not simulated; else
             empty.
         lost: which rules lost how much, where the overlapped step was slower than plain.
+        joined: XLA options that it has beyond its candidate's, which join gathers and scatters of
+            unrolled layers (`step/joining.py`).
     """
 
     taken: CandidateName
@@ -43,11 +45,12 @@ class Speedup(msgspec.Struct, frozen=True, kw_only=True):
     overlapped_s: float | None = None
     why: str = ""
     lost: str = ""
+    joined: Mapping[str, str] = {}
 
     @property
     def is_overlapped(self) -> bool:
         """Return whether the step was compiled overlapped."""
-        return self.taken in ("overlapped", "other rows", "other loops")
+        return self.taken in get_args(Overlapped)
 
     @property
     def times(self) -> float | None:
@@ -59,7 +62,7 @@ class Speedup(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def name(self) -> str:
         """The candidate that was taken, in words."""
-        return _NAMES[self.taken]
+        return _NAMES[self.taken] + ", collectives joined" * bool(self.joined)
 
     def __str__(self) -> str:
         taken = self.name if self.step_s is None else f"{self.name} {milliseconds(self.step_s)}"
@@ -70,6 +73,7 @@ class Speedup(msgspec.Struct, frozen=True, kw_only=True):
 
     def warning(self, step: str) -> str:
         """Return the warning to the user that the overlapped step was not taken."""
+        joined = " and options that join its collectives" * bool(self.joined)
         instead = {
             "reordered": "with the scheduler pass alone",
             "O1": "with the published XLA options O1, and is not overlapped",
@@ -79,8 +83,8 @@ class Speedup(msgspec.Struct, frozen=True, kw_only=True):
         plain, taken = (milliseconds(s or 0.0) for s in (self.plain_s, self.step_s))
         lost = f" What lost: {self.lost}." if self.lost else ""
         return (
-            f"{step} runs {instead}, which takes {taken} by simulation (plain {plain}; {self.why})."
-            f"{lost} overlap(never_slower=False) keeps the overlapped step"
+            f"{step} runs {instead}{joined}, which takes {taken} by simulation (plain {plain}; "
+            f"{self.why}).{lost} overlap(never_slower=False) keeps the overlapped step"
         )
 
 

@@ -20,7 +20,7 @@ from jaxoverlap.flags.required import NVLINK_STREAM
 from jaxoverlap.plan.plan import Plan
 from jaxoverlap.plan.speedup import CandidateName, Speedup
 from jaxoverlap.step.context import mesh_of
-from jaxoverlap.step.never_slower import DECIDED_WITHIN_S, Comparison
+from jaxoverlap.step.never_slower import DECIDED_WITHIN_S, Comparison, with_joined
 from jaxoverlap.step.options import Options
 from jaxoverlap.step.processes import handed, processes_of
 from jaxoverlap.step.program import StepProgram, lowered_as, request_of, step_program
@@ -66,11 +66,15 @@ def decided(call: jits.Call, program: StepProgram, options: Options) -> StepProg
         within_s=DECIDED_WITHIN_S,
     )
     speedup = msgspec.json.decode(said, type=Speedup)
-    if speedup.taken == "overlapped":
+    if speedup.taken == "overlapped" and not speedup.joined:
         return replace(program, undecided=False, speedup=speedup)
     if not speedup.is_overlapped:
         warn(speedup.warning(comparison.step))
-    new = _as_candidate(call, comparison.plan, speedup.taken, options)
+    new = program
+    if speedup.taken != "overlapped":
+        new = _as_candidate(call, comparison.plan, speedup.taken, options)
+    if speedup.joined:
+        new = step_program(call, replace(options, plan=with_joined(new.plan, speedup)))
     return replace(new, agreement=None, speedup=speedup)
 
 

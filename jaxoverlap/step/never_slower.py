@@ -6,7 +6,8 @@ candidates are the overlapped step; the original step in the scheduler pass's or
 own if no other order is faster; and the original step as XLA compiles it. If the estimates with and
 without a batch split are close, the overlapped step is also compiled the other way; so it is where
 those with scans unrolled and not are close. If the fastest of these exposes communication, the
-original step is also compiled with published options.
+original step is also compiled with published options, and a step of unrolled layers with options
+that join their collectives (`joining.py`).
 """
 
 from __future__ import annotations
@@ -30,10 +31,11 @@ from jaxoverlap.cost.model import CostModel
 from jaxoverlap.flags.published import COMPARED
 from jaxoverlap.plan.limits import CLEAR_GAIN, CLOSE_ESTIMATES, CLOSE_UNROLLED, EXPOSED
 from jaxoverlap.plan.plan import Plan
-from jaxoverlap.plan.speedup import CandidateName, Speedup, milliseconds
+from jaxoverlap.plan.speedup import CandidateName, Overlapped, Speedup, milliseconds
 from jaxoverlap.simulation.replay import UNKNOWN_TRIPS
 from jaxoverlap.simulation.simulation import simulate
 from jaxoverlap.simulation.slower_rules import lost
+from jaxoverlap.step.joining import joining
 from jaxoverlap.step.trial import Failure, Request, attempt, schedule_of
 
 _TIMEOUT_S = 3600.0  # of a child; what takes as long is stuck
@@ -144,7 +146,7 @@ class Comparison:
             results = pool.map(lambda child: child(), children)  # they run meanwhile
             rings = compiled("overlapped")
         others = dict(zip(candidates, results, strict=True))
-        in_child = functools.partial(self._in_child, options=options)
+        in_child = functools.partial(self._in_child, options)
         return choose(self, others, rings, compiled, in_child)
 
     def decided_in_children(self) -> Speedup:
@@ -154,7 +156,7 @@ class Comparison:
         with ThreadPoolExecutor(len(children)) as pool:
             results = dict(zip(candidates, pool.map(lambda child: child(), children), strict=True))
         rings = results.pop("overlapped")
-        in_child = functools.partial(self._in_child, options=None)
+        in_child = functools.partial(self._in_child, None)
         return choose(self, results, rings, in_child, in_child)
 
     def _others(self) -> tuple[CandidateName, ...]:
@@ -165,10 +167,13 @@ class Comparison:
         return ("plain", *reordered, *other_rows, *loops)
 
     def _in_child(
-        self, candidate: CandidateName, *, options: Mapping[str, Any] | None
+        self,
+        options: Mapping[str, Any] | None,
+        candidate: CandidateName,
+        joined: Mapping[str, str] | None = None,
     ) -> CompiledStep | Failure:
-        """Compile a candidate in a child, and wait for it."""
-        return self._child(candidate, options)()
+        """Compile a candidate in a child, and wait for it; options of the user win."""
+        return self._child(candidate, {**(joined or {}), **(options or {})})()
 
     def _child(
         self, candidate: CandidateName, options: Mapping[str, Any] | None
@@ -187,7 +192,7 @@ def choose(
     others: Mapping[CandidateName, CompiledStep | Failure],
     rings: CompiledStep | Unsimulated | Failure,
     compiled: Callable[[CandidateName], CompiledStep | Unsimulated | Failure],
-    in_child: Callable[[CandidateName], CompiledStep | Failure],
+    in_child: Callable[..., CompiledStep | Failure],
 ) -> Speedup:
     """Choose the fastest candidate that fits the device; of equal ones the overlapped step.
 
@@ -199,7 +204,8 @@ def choose(
         others: the compiled candidates: "plain" and, if they may be as fast, "reordered" and
             "other rows" and "other loops".
         rings: the compiled overlapped step.
-        compiled: compiles another candidate; in_child: the same in a child process.
+        compiled: compiles another candidate.
+        in_child: the same in a child process, with further options if it is given any.
     """
     plain = others["plain"]
     if isinstance(plain, Failure):
@@ -225,15 +231,30 @@ def choose(
         reordered = compiled("reordered")
         if isinstance(reordered, CompiledStep) and key(reordered) <= key(plain):
             fit["reordered"], taken = reordered, "reordered"
-    if comparison.reorders and fit[taken].step_s > plain.compute_s * (1 + EXPOSED):
-        with ThreadPoolExecutor(len(COMPARED)) as pool:
-            for candidate, made in zip(COMPARED, pool.map(in_child, COMPARED), strict=True):
-                if isinstance(made, CompiledStep) and made.loops == plain.loops:
-                    fit[candidate] = made
+    joined: Mapping[str, str] = {}
+    compute_s = min(made.compute_s for made in fit.values())
+    if comparison.reorders and fit[taken].step_s > compute_s * (1 + EXPOSED):
+        base: CandidateName = taken if taken in get_args(Overlapped) else "reordered"
+        options = joining(fit[base].text(), comparison.cost) if base in fit else []
+        names: list[CandidateName] = [*COMPARED, *(base for _ in options)]
+        further = [*[{}] * len(COMPARED), *options]
+        with ThreadPoolExecutor(len(names)) as pool:
+            results = list(pool.map(in_child, names, further))
+        for candidate, more, made in zip(names, further, results, strict=True):
+            if not isinstance(made, CompiledStep) or made.loops != plain.loops:
+                continue
+            if candidate not in fit or key(made) < key(fit[candidate]):
+                fit[candidate] = made
+                joined = more or joined
         taken = min(fit, key=lambda candidate: key(fit[candidate]))
+        joined = joined if taken == base else {}
     overlapped_s = rings.step_s if isinstance(rings, CompiledStep) else None
     speedup = Speedup(
-        taken=taken, step_s=fit[taken].step_s, plain_s=plain.step_s, overlapped_s=overlapped_s
+        taken=taken,
+        step_s=fit[taken].step_s,
+        plain_s=plain.step_s,
+        overlapped_s=overlapped_s,
+        joined=joined,
     )
     if taken == "overlapped":
         return speedup
@@ -275,6 +296,13 @@ def _lost(comparison: Comparison, rings: CompiledStep | Failure, plain: Compiled
         return ""
     overlapped, as_it_is = (simulate(made.text(), comparison.cost) for made in (rings, plain))
     return lost(comparison.plan, overlapped, as_it_is)
+
+
+def with_joined(plan: Plan | None, speedup: Speedup) -> Plan | None:
+    """Return a plan with the options that join collectives, if the step is taken with them."""
+    if plan is None or not speedup.joined:
+        return plan
+    return msgspec.structs.replace(plan, xla_options={**plan.xla_options, **speedup.joined})
 
 
 def predicted(plan: Plan | None) -> Speedup | None:

@@ -18,7 +18,7 @@ from jaxoverlap.plan.plan import Plan
 from jaxoverlap.plan.speedup import CandidateName, Speedup
 from jaxoverlap.simulation.audit import Audit, audit
 from jaxoverlap.simulation.simulation import Simulation, simulate
-from jaxoverlap.step.never_slower import Comparison, CompiledStep, Unsimulated
+from jaxoverlap.step.never_slower import Comparison, CompiledStep, Unsimulated, with_joined
 from jaxoverlap.step.notices import not_compiled
 from jaxoverlap.step.trial import Failure
 
@@ -89,12 +89,13 @@ class Lowered:
             return CompiledStep.of(one.as_text() or "", peak, comparison.cost)
 
         speedup = comparison.decided_here(compiled, options)
-        if speedup.taken not in made:
-            made[speedup.taken] = self._in(speedup.taken, comparison)._compiled(options)
+        if speedup.taken not in made or speedup.joined:
+            best = self._in(speedup.taken, comparison)
+            made[speedup.taken] = best._compiled({**speedup.joined, **(options or {})})
         if not speedup.is_overlapped:
             warn(speedup.warning(comparison.step))
         taken = made[speedup.taken]
-        taken.speedup = speedup
+        taken.speedup, taken.plan = speedup, with_joined(taken.plan, speedup)
         return taken
 
     def _in(self, candidate: CandidateName, comparison: Comparison) -> Lowered:

@@ -11,12 +11,17 @@ an asynchronous collective.)
 from __future__ import annotations
 
 import math
-from bisect import insort
+from bisect import bisect_left, insort
 from collections.abc import Callable, Sequence
+
+import numpy as np
 
 
 class Feeding:
-    """The tasks that are ready and lead to a collective, by the collective."""
+    """The tasks that are ready and lead to a collective.
+
+    A task of an unrolled step leads to hundreds of starts, so what is known of starts is in arrays.
+    """
 
     def __init__(self, feeds: Sequence[tuple[int, ...]], seconds: Sequence[float]):
         """Begin before anything has run.
@@ -25,35 +30,49 @@ class Feeding:
             feeds: the starts that each task leads to, with no other start in between.
             seconds: the time that each computes.
         """
-        self._feeds, self._seconds = feeds, seconds
-        self._ready: dict[int, list[int]] = {}
-        self._remaining_s: dict[int, float] = {}  # of compute before each start
-        for starts, own_s in zip(feeds, seconds, strict=True):
-            for start in starts:
-                self._remaining_s[start] = self._remaining_s.get(start, 0.0) + own_s
+        starts = sorted({start for fed in feeds for start in fed})
+        position = {start: n for n, start in enumerate(starts)}
+        self._seconds = seconds
+        self._feeds = [np.array([position[start] for start in fed], int) for fed in feeds]
+        self._remaining_s = np.zeros(len(starts))  # of compute before each start
+        self._waiting = np.zeros(len(starts), int)  # ready tasks that lead to each start
+        self._ready: list[int] = []  # tasks
+        for fed, own_s in zip(self._feeds, seconds, strict=True):
+            self._remaining_s[fed] += own_s
 
     def arrive(self, index: int) -> None:
         """Take note that a task could run."""
-        for start in self._feeds[index]:
-            insort(self._ready.setdefault(start, []), index)
+        if self._feeds[index].size:
+            insort(self._ready, index)
+            self._waiting[self._feeds[index]] += 1
 
     def run(self, index: int) -> None:
         """Take note that a task has run."""
-        for start in self._feeds[index]:
-            self._remaining_s[start] -= self._seconds[index]
-            if index in (ready := self._ready.get(start, [])):
-                ready.remove(index)
-                if not ready:
-                    del self._ready[start]
+        fed = self._feeds[index]
+        self._remaining_s[fed] -= self._seconds[index]
+        at = bisect_left(self._ready, index)
+        if at < len(self._ready) and self._ready[at] == index:
+            del self._ready[at]
+            self._waiting[fed] -= 1
 
     def next(self, fits: Callable[[int], bool]) -> int | None:
         """Return the first task that fits of those before the nearest start; None if none does."""
-        nearest = sorted(self._ready, key=lambda start: (self._remaining_s[start], start))
-        return next((i for start in nearest for i in self._ready[start] if fits(i)), None)
+        if not self._ready:
+            return None
+        remaining_s = np.where(self._waiting > 0, self._remaining_s, np.inf)
+        first = self._first(int(remaining_s.argmin()), fits)
+        if first is not None:
+            return first
+        nearest = np.argsort(remaining_s, kind="stable")[: np.count_nonzero(self._waiting)]
+        return next((i for n in nearest if (i := self._first(n, fits)) is not None), None)
+
+    def _first(self, position: int, fits: Callable[[int], bool]) -> int | None:
+        """Return the first ready task that leads to a start, and fits."""
+        return next((i for i in self._ready if position in self._feeds[i] and fits(i)), None)
 
     def remaining_s(self, index: int) -> float:
         """Return the seconds of compute before the nearest start that a task leads to."""
-        return min((self._remaining_s[start] for start in self._feeds[index]), default=math.inf)
+        return float(self._remaining_s[self._feeds[index]].min(initial=math.inf))
 
 
 def starts_fed(
@@ -80,9 +99,5 @@ def starts_fed(
 
 def _bits(mask: int) -> list[int]:
     """Return the positions of the bits that are set."""
-    positions = []
-    while mask:
-        low = mask & -mask
-        positions.append(low.bit_length() - 1)
-        mask ^= low
-    return positions
+    octets = np.frombuffer(mask.to_bytes(mask.bit_length() // 8 + 1, "little"), np.uint8)
+    return np.flatnonzero(np.unpackbits(octets, bitorder="little")).tolist()

@@ -241,6 +241,8 @@ class _Scheduler:
         self._feeding: Feeding | None = None
         if rule.turn in ("feed", "wait"):
             self._feeding = Feeding(problem.feeds, [task.seconds for task in self._tasks])
+        flights = (task.flight for task in self._tasks if task.flight)
+        self._longest_lead_s = max((rule.leads[f.lane] * f.seconds for f in flights), default=0.0)
         self._computed = 0.0
         self._starts: list[tuple[float, int]] = []  # those that are ready, the most urgent first
         self._ready: list[int] = []  # those that compute, the first to run first
@@ -313,9 +315,13 @@ class _Scheduler:
 
     def _start(self, *, due: bool) -> int | None:
         """Pop the most urgent start; if `due`, one whose turn has come and that has room."""
+        if due and len(self._on_the_way) >= self._rule.in_flight:
+            return None
         for position, (deadline, index) in enumerate(self._starts):
             if not due or self._is_due(deadline, index):
                 return self._starts.pop(position)[1]
+            if deadline - self._computed > self._longest_lead_s:
+                return None  # the others are later still
         return None
 
     def _is_due(self, deadline: float, index: int) -> bool:
@@ -323,8 +329,7 @@ class _Scheduler:
         assert flight
         lead_s = self._rule.leads[flight.lane] * flight.seconds
         return (
-            len(self._on_the_way) < self._rule.in_flight
-            and self._apart.get(index, _NONE).isdisjoint(self._on_the_way)
+            self._apart.get(index, _NONE).isdisjoint(self._on_the_way)
             and deadline - self._computed <= lead_s
             and self._fits(index)
         )

@@ -17,6 +17,7 @@ from jax.sharding import PartitionSpec as P
 
 import jaxoverlap
 from jaxoverlap.cost.find import cost_model
+from jaxoverlap.cost.groups import Group
 from jaxoverlap.plan.edits import ShareViews
 from jaxoverlap.plan.halves import Halves
 from jaxoverlap.plan.plan import Decision, Plan, Predictions
@@ -25,6 +26,7 @@ from jaxoverlap.plan.speedup import Speedup
 from jaxoverlap.simulation.slower_rules import lost
 from jaxoverlap.simulation.timeline import Event, Timeline
 from jaxoverlap.step import never_slower, trial
+from jaxoverlap.step.joining import GATHERS, SCATTERS, joining
 from jaxoverlap.step.never_slower import Comparison, CompiledStep, Unsimulated, choose, predicted
 from jaxoverlap.step.trial import Failure, Trial
 from tests.support.megatron import megatron
@@ -32,13 +34,19 @@ from tests.support.pods import pytestmark as pods
 
 POD = "h100-sxm:1x8"
 GB = 10**9
+NOTHING = """HloModule jit_step, is_scheduled=true, num_partitions=8
+
+ENTRY %main (x: f32[]) -> f32[] {
+  ROOT %x = f32[] parameter(0)
+}
+"""
 
 
 def made(
     step_s: float, gigabytes: float = 10, loops: int = 0, compute_s: float = 1e9
 ) -> CompiledStep:
     """A compiled step; of the plain one with nothing left to gain, unless `compute_s` says so."""
-    return CompiledStep(step_s, round(gigabytes * GB), loops, lambda: "", compute_s)
+    return CompiledStep(step_s, round(gigabytes * GB), loops, lambda: NOTHING, compute_s)
 
 
 def plan_of(*decisions: Decision) -> Plan:
@@ -132,6 +140,72 @@ def test_the_scheduler_pass_alone_is_taken_where_it_beats_a_step_that_beats_plai
     assert str(speedup) == (
         "plain 47.7 ms -> scheduler pass alone 41.5 ms, 1.15 x (overlapped 47.4 ms)"
     )
+
+
+JOINED = ({"gathers": "2"}, {"gathers": "4"})
+
+
+@pytest.mark.parametrize(
+    ("rings", "joined_s", "taken", "joined"),
+    [
+        (made(3, compute_s=1), (2.5, 2.2), "overlapped", JOINED[1]),
+        (made(3, compute_s=1), (2.2, 2.5), "overlapped", JOINED[0]),
+        (made(3, compute_s=1), (3.0, 3.5), "overlapped", {}),
+        (made(9, compute_s=1), (3.5, 3.2), "reordered", JOINED[1]),
+        (made(1.01, compute_s=1), None, "overlapped", {}),
+    ],
+    ids=["the second", "the first", "not faster", "of the original step", "nothing exposed"],
+)
+def test_collectives_are_joined_where_that_is_faster(rings, joined_s, taken, joined):
+    """On top of the fastest candidate so far; published options are slower here."""
+
+    def in_child(candidate, more):
+        assert joined_s is not None, "nothing is exposed"
+        if not more:
+            return made(8, compute_s=1)
+        assert candidate == taken
+        return made(joined_s[JOINED.index(more)], compute_s=1)
+
+    comparison: Any = Comparison("step", plan_of(), cost_model(POD), True, True, None, None)  # type: ignore[arg-type]
+    others: Any = {"plain": made(5, compute_s=1), "reordered": made(4, compute_s=1)}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(never_slower, "_lost", lambda *_: "")
+        patch.setattr(never_slower, "joining", lambda text, cost: JOINED)
+        speedup = choose(comparison, others, rings, None, in_child)  # type: ignore[arg-type]
+    assert (speedup.taken, speedup.joined) == (taken, joined)
+    assert ("collectives joined" in str(speedup)) == bool(joined)
+    plan = never_slower.with_joined(plan_of(), speedup)
+    assert plan is not None and plan.xla_options == joined
+
+
+GATHER = (
+    "  %g.{n} = (bf16[{part},4096], bf16[4096,4096]) all-gather-start(%w.{n}), channel_id={n}, "
+    "replica_groups=[1,64]<=[64], dimensions={{0}}, use_global_device_ids=true\n"
+    "  %d.{n} = bf16[4096,4096] all-gather-done(%g.{n})\n"
+)
+
+
+def test_sizes_of_joined_collectives_are_those_that_hide_latency():
+    """Twice and four times the bytes of a latency; of the sums a device's part."""
+    names = range(1, 9)
+    weights = ", ".join(f"w.{n}: bf16[64,4096]" for n in names)
+    values = "".join(f"  %w.{n} = bf16[64,4096] parameter({n - 1})\n" for n in names)
+    values += "".join(GATHER.format(n=n, part=64) for n in names)
+    text = (
+        f"HloModule jit_step, is_scheduled=true, num_partitions=64\n\nENTRY %main ({weights}) -> "
+        f"bf16[4096,4096] {{\n{values}  ROOT %out = bf16[4096,4096] add(%d.1, %d.8)\n}}\n"
+    )
+    cost = cost_model("h100-sxm:8x8")
+    smaller, larger = joining(text, cost)
+    sizes = [int(options[GATHERS]) for options in (smaller, larger)]
+    assert sizes[1] / sizes[0] == pytest.approx(2, rel=1e-6)
+    assert [int(options[SCATTERS]) for options in (smaller, larger)] == [n // 64 for n in sizes]
+    group = Group(64, 8)
+    small_s, large_s = (cost.collective_s("all-gather", b, group) for b in (1 << 20, 1 << 30))
+    latency_s = small_s - (large_s - small_s) / 1023
+    joined_s = cost.collective_s("all-gather", sizes[0], group)
+    assert joined_s == pytest.approx(3 * latency_s, rel=0.2)
+    assert joining(text.replace("all-gather", "all-to-all"), cost) == []
 
 
 @pytest.mark.parametrize(

@@ -117,7 +117,9 @@ def test_a_slice_of_a_scan_is_sharded_as_it_is_cut():
     def layer(x, w):
         return pin(x @ pin(w, None, None), "model"), None
 
-    (matmul,) = read_all(lambda x, w: lax.scan(layer, x, w)[0], X, struct((3, 32, 32), None, "data"))
+    (matmul,) = read_all(
+        lambda x, w: lax.scan(layer, x, w)[0], X, struct((3, 32, 32), None, "data")
+    )
     assert matmul[:2] == (ROWS, WHOLE)
     assert matmul.rhs_sources == ((DATA, ()),)
 
