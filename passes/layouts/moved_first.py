@@ -67,7 +67,7 @@ def propose(step: EditedStep, program: SpmdProgram) -> Iterator[MoveFirst]:
 
 
 def _moving(step: EditedStep, program: SpmdProgram, names: DimNames) -> dict[int, tuple[str, ...]]:
-    """Return the named dims that are moved and lie behind another one, of which a device has some.
+    """Return the named dims that collectives move behind another dim of which a device has some.
 
     Such a dim is sharded for some matmuls and not so for others. The last dim of a value is left
     alone: the matmul reads or writes it transposed.
