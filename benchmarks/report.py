@@ -17,9 +17,11 @@ from typing import Annotated
 import typer
 
 from benchmarks import cudnn_numbers, explicit, frame, one_gpu, questions, ragged
+from benchmarks.drawn.rows import compared
 from benchmarks.frame import in_ms, markdown, read_rows
 from benchmarks.pods import rows as pods
 from benchmarks.pods.suite import SCHEDULED
+from benchmarks.strangers import pods as strangers
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
@@ -153,6 +155,13 @@ def _on(rows: Sequence[pods.Row]) -> str:
     return f"Measured on one {devices}, {platforms}, jax {versions}."
 
 
+def _third_party() -> str:
+    rows = read_rows(RESULTS / "strangers_pods.jsonl")
+    cells = [(step.name, *strangers.cells(step)) for step in compared(rows)]
+    numbers = [column for column in strangers.COLUMNS if column != "decided"]
+    return f"{markdown(('step', *strangers.COLUMNS), cells, numbers)}\n\n{measured_at(rows)}"
+
+
 TABLES: Mapping[str, Callable[[], str]] = {
     "pods": _pods,
     "suite": _suite,
@@ -162,6 +171,7 @@ TABLES: Mapping[str, Callable[[], str]] = {
     "explicit": _explicit,
     "one gpu": _one_gpu,
     "cudnn numbers": _cudnn_numbers,
+    "third party": _third_party,
 }
 
 

@@ -1,8 +1,8 @@
 """Apply edits to a step, one kind after the other: `overlap(plan=)` is this and nothing else.
 
-    step --[DropTypes]--> --[GatherTable, Pin, PinResults]--> --[SplitBatch, Pin]-->
-         --[ScatterLookup]--> --[MakeRing, ReadGathered]--> --[GatherAhead]--> --[SumLate]-->
-         --[SplitExchange]--> --[ShareViews]-->
+    step --[DropTypes]--> --[GatherTable, Pin, PinResults]--> --[MoveFirst]-->
+         --[SplitBatch, Pin]--> --[ScatterLookup]--> --[MakeRing, ReadGathered]-->
+         --[GatherAhead]--> --[SumLate]--> --[SplitExchange]--> --[ShareViews]-->
 
 Edits that follow each other and are of one pass are applied together, by the `run` of the module
 that their class names. Matmuls count as the edits before have left them. Nothing is asked of XLA:

@@ -96,7 +96,8 @@ def seconds(step: Simulation) -> Row:
 
 def decided(plan: Plan) -> Row:
     """Count a step's rings, its collectives in slices, and its matmuls left plain or skipped."""
-    rings = [d for d in plan.decisions if d.site == d.ring]
+    made = {edit.site for edit in plan.rings}  # others read what was gathered before
+    rings = [d for d in plan.decisions if d.site in made]
     sliced = [d for d in rings if d.variant.style == "sliced"]
     none = [s for s in plan.skips if s.idle]
     left = [s for s in plan.skips if s.left_plain]

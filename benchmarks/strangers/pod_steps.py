@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from functools import partial
 from typing import Any
 
@@ -21,6 +21,7 @@ _MAXTEXT = {
     "base_emb_dim": HIDDEN,
     "max_target_length": SEQUENCE,
 }
+_MAXTEXT_CUDNN = _MAXTEXT | {"attention": "cudnn_flash_jax"}
 _CONFIG = {"num_layers": LAYERS, "embed_dim": HIDDEN}
 _HEADS = {"num_kv_heads": 8}  # it has four, which eight devices cannot share
 _GEMMA3 = {
@@ -57,11 +58,29 @@ def _steps() -> dict[str, Step]:
             build = partial(_build, module, options)
             shown = " x ".join(f"{axis} {size}" for axis, size in axes.items() if size > 1)
             steps.append(Step(f"{name}, {shown}", pod, axes, build, stranger=environment))
+    steps += _maxtext_cudnn()
     gemma = "gemma, kauldron fsdp"  # kauldron knows one axis
     for pod, size in ((_H100_8, 8), (_H100_64, 64)):
         build = partial(_build, "gemma_kauldron", _KAULDRON)
         steps.append(Step(f"{gemma} {size}", pod, {"devices": size}, build, stranger=gemma))
     return {step.name: step for step in steps}
+
+
+def _maxtext_cudnn() -> Iterator[Step]:
+    """Yield MaxText's step with cuDNN's attention, on each mesh."""
+    meshes = (
+        (_H100_8, {"tensor": 8}),
+        (_H100_8, {"tensor_sequence": 8}),  # as Megatron's sequence parallelism
+        (_H100_8, {"fsdp": 2, "tensor_sequence": 4}),
+        (_H100_8, {"fsdp": 8}),
+        (_H100_64, {"fsdp": 8, "tensor": 8}),
+    )
+    for pod, sizes in meshes:
+        axes = {"fsdp": 1, **sizes}
+        build = partial(_build, "maxtext_pretrain", _MAXTEXT_CUDNN)
+        shown = " x ".join(f"{axis} {size}" for axis, size in sizes.items())
+        name, environment = f"maxtext cudnn, {shown}", "maxtext fsdp 8"
+        yield Step(name, pod, axes, build, stranger=environment)
 
 
 POD_STEPS = _steps()

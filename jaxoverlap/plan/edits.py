@@ -102,6 +102,42 @@ class PinResults(_Edit, frozen=True, kw_only=True):
         return f"pin {len(self.specs)} results of the step to where XLA put them"
 
 
+class MovedFirst(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The dims of a matmul's operands that come first.
+
+    Attributes:
+        site: the matmul's number.
+        lhs, rhs: the dim of each operand; None for one that stays. If both have one, it is
+            contracted.
+        lhs_spec, rhs_spec: for an operand that is only resharded from another value, how it lies;
+            that value is transposed instead, before it is resharded.
+    """
+
+    site: int
+    lhs: int | None = None
+    rhs: int | None = None
+    lhs_spec: Spec | None = None
+    rhs_spec: Spec | None = None
+
+
+class MoveFirst(_Edit, frozen=True, kw_only=True):
+    """Matmuls have the dim that a collective moves first, so that its blocks are contiguous.
+
+    Attributes:
+        axes: the mesh axes that shard the dim, where it is sharded.
+        matmuls: the matmuls, and which dims come first.
+    """
+
+    applied_by = "layouts.moved_first"
+
+    axes: tuple[str, ...]
+    matmuls: tuple[MovedFirst, ...]
+
+    def __str__(self) -> str:
+        axes = ", ".join(self.axes)
+        return f"compute {len(self.matmuls)} matmuls with the dim that moves over {axes} first"
+
+
 class SplitBatch(_Edit, frozen=True, kw_only=True):
     """The batch is split in parts, which run side by side.
 
@@ -307,8 +343,8 @@ class ShareViews(_Edit, frozen=True, kw_only=True):
 
 
 Edit = (
-    DropTypes | GatherTable | Pin | PinResults | SplitBatch | ScatterLookup | ReadGathered
-    | MakeRing | GatherAhead | SumLate | SplitExchange | ShareViews
+    DropTypes | GatherTable | Pin | PinResults | MoveFirst | SplitBatch | ScatterLookup
+    | ReadGathered | MakeRing | GatherAhead | SumLate | SplitExchange | ShareViews
 )  # fmt: skip
 
 
@@ -316,6 +352,7 @@ Edit = (
 ORDER: tuple[tuple[type[_Edit], ...], ...] = (
     (DropTypes,),
     (GatherTable, Pin, PinResults),
+    (MoveFirst,),
     (SplitBatch,),
     (Pin,),
     (ScatterLookup,),
@@ -325,7 +362,7 @@ ORDER: tuple[tuple[type[_Edit], ...], ...] = (
     (SplitExchange,),
     (ShareViews,),
 )
-_AFTER_SPLIT = 3
+_AFTER_SPLIT = 4
 # Plans number matmuls as they are before these.
 AFTER_NUMBERING = tuple(kind for kinds in ORDER[_AFTER_SPLIT + 1 :] for kind in kinds)
 

@@ -20,7 +20,7 @@ import msgspec
 
 from jaxoverlap.flags import is_gpu
 from jaxoverlap.passes.analysis.jaxprs import bodies, dots
-from jaxoverlap.passes.analysis.matmul_collectives import collectives_of_sites
+from jaxoverlap.passes.analysis.matmul_collectives import collectives_of_sites, repeated_gathers
 from jaxoverlap.passes.analysis.partitioned import Shardings, SpmdProgram
 from jaxoverlap.passes.analysis.partitioner_collectives import partitioner_collectives
 from jaxoverlap.passes.apply import apply
@@ -324,7 +324,8 @@ class _Candidates:
             if candidate.rewrites:
                 candidate = evaluated(self._step, candidate)
                 spmd = candidate.spmd
-                if spmd.joined_bytes and exceeds(plain, spmd, cost):
+                early = spmd.joined_bytes or not candidate.edited.has(MakeRing)
+                if early and exceeds(plain, spmd, cost):
                     candidate = replace(candidate, step_s=None)
             yield candidate
 
@@ -360,8 +361,11 @@ class _Candidates:
         If the batch is split the gathers of a layer hide as well singly: with all ahead, three
         steps of the suite took 1 to 4% longer by simulation.
         """
-        first = self._decided(replace(self._terms, rings=False))
+        terms = replace(self._terms, rings=False)
+        first = self._decided(terms)
         yield first, False
+        if repeated_gathers(self._unringed.spmd.module):
+            yield self._decided(replace(terms, once=True)), False
         reads = any(isinstance(edit, ReadGathered) for edit in first.edits)
         if reads and is_gpu(self._step.mesh) and not self._unringed.is_split:
             yield first, True

@@ -20,6 +20,7 @@ from jaxoverlap.passes.halves.least_matmul import least_matmul
 from jaxoverlap.passes.halves.shardings import shardings_of_parts
 from jaxoverlap.passes.halves.start import BatchDim, batch_dims
 from jaxoverlap.passes.layouts.dims import DimNames
+from jaxoverlap.passes.layouts.moved_first import first_dims
 from jaxoverlap.passes.layouts.pins import pinnable
 from jaxoverlap.passes.planning.terms import Terms
 from jaxoverlap.passes.rewriting.pin_results import is_even
@@ -129,7 +130,8 @@ def _split(
     if step.explicit:  # there each type says how its value is sharded
         return not_split(f"mesh axes {', '.join(step.explicit)} are explicit")
     dims, sizes = DimNames(unringed.jaxpr), dict(step.mesh.shape)
-    candidates = list(batch_dims(unringed.jaxpr, dims, unringed.spmd.shardings, sizes))
+    moved = first_dims(unringed.edited, dims)
+    candidates = list(batch_dims(unringed.jaxpr, dims, unringed.spmd.shardings, sizes, moved))
     batch = next((r for r in candidates if r.divides(parts)), None)
     if batch is None:
         return not_split(_none_divides(step.jaxpr, dims, candidates))

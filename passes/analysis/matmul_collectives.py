@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from typing import Any
 
 from jaxoverlap.plan.collectives import OPCODES, PERMUTE
 from jaxoverlap.simulation import hlo
+from jaxoverlap.simulation.device_groups import parties
 
 TAG = "jaxoverlap_site"
 TURNED = " turned"  # follows the number where XLA computes the transpose of the result
@@ -40,6 +42,25 @@ def collectives_of_sites(
             beside = {(name, c.name) for way in (read, users) for c in _beside(i, way, between)}
             collectives.setdefault(int(tag.group(1)), set()).update(beside)
     return collectives
+
+
+def repeated_gathers(module: hlo.Module) -> set[Place]:
+    """Find the gathers that move what another one of their computation moves too.
+
+    The partitioner writes the same groups of devices in two ways, as it comes from one matmul or
+    the other; XLA compares the writing, and runs both.
+
+    Args:
+        module: the partitioned one.
+    """
+    alike: dict[tuple[Any, ...], list[Place]] = {}
+    for name, body in module.computations.items():
+        for i in body:
+            if i.opcode == "all-gather" and len(i.operands) == 1:
+                groups = parties(i.attribute("replica_groups"), module.num_devices)
+                key = name, i.operands, i.attribute("dimensions"), i.shape.partition("{")[0], groups
+                alike.setdefault(key, []).append((name, i.name))
+    return {place for places in alike.values() if len(places) > 1 for place in places}
 
 
 def permuted_matmuls(module: hlo.Module) -> Iterator[str]:

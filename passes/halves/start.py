@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from jaxoverlap.passes.analysis.jaxprs import Dot, dots
@@ -55,7 +55,11 @@ class BatchDim(NamedTuple):
 
 
 def batch_dims(
-    jaxpr: Any, dims: DimNames, shardings: Mapping[Any, Shardings], sizes: Mapping[str, int]
+    jaxpr: Any,
+    dims: DimNames,
+    shardings: Mapping[Any, Shardings],
+    sizes: Mapping[str, int],
+    moved: Collection[Name] = (),
 ) -> Iterator[BatchDim]:
     """Yield the batch dims that may be split, those that most matmuls have first.
 
@@ -67,6 +71,7 @@ def batch_dims(
         dims: its named dims.
         shardings: the shardings of its matmuls' operands and results.
         sizes: devices along each mesh axis.
+        moved: names that an edit has put first in matmuls: they come after the others here.
     """
     every_dot = [dot for dot in dots(jaxpr) if dot.inside is None]
     weights = {name for v in weights_of(jaxpr) for name in dims.of(v)}
@@ -79,7 +84,7 @@ def batch_dims(
                 depth[name] += own * d
     total = sum(map(_work, every_dot))
     others = [name for name in work if work[name] >= _COVERED * total]
-    others.sort(key=lambda name: (-work[name], depth[name]))
+    others.sort(key=lambda name: (-work[name], name in moved, depth[name]))
 
     def rows_of(name: Name) -> BatchDim:
         shards = _shards(name, every_dot, dims, shardings, sizes)

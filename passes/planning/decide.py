@@ -106,7 +106,13 @@ class _Step:
             return share_written(body, self._shardings, terms.requests, rejected)
         read = functools.partial(self.read, rejected)
         return share(
-            body, read, self.beyond, ahead=terms.prefetch, costs=terms.costs, rings=terms.rings
+            body,
+            read,
+            self.beyond,
+            ahead=terms.prefetch,
+            costs=terms.costs,
+            rings=terms.rings,
+            once=terms.once,
         )
 
     def read(self, rejected: Mapping[int, Reason], dot: Dot) -> ShardedMatmul | Reason:

@@ -13,6 +13,7 @@ the ring and once for all that read it, the recomputed forward pass and the data
 from __future__ import annotations
 
 import dataclasses
+from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -42,6 +43,7 @@ def share(
     ahead: bool = False,
     costs: Mapping[str, float] | None = None,
     rings: bool = True,
+    once: bool = False,
 ) -> BodyRings:
     """Choose each matmul's shardings in a body, and the matmuls with which it shares a ring.
 
@@ -53,16 +55,18 @@ def share(
         ahead: gather the weights of a scan before any ring, to be prefetched.
         costs: the cost of a byte along each mesh axis, in any unit; default: alike.
         rings: whether matmuls may become rings; if not, weights are gathered all the same.
+        once: whether, without rings, what several matmuls gather is gathered once for all of them.
     """
     body_rings, chains = BodyRings(EquationOrder(body.eqns), costs=costs or {}), Reshards(body)
     early = body.ahead if ahead else frozenset()
     late: list[tuple[Dot, ShardedMatmul]] = []
+    shared = _gathered_twice(body, read, beyond) if once and not rings else frozenset[Value]()
     for dot in body.dots:
         matmul = read(dot)
         if isinstance(matmul, Reason):
             body_rings.skipped[dot.index] = matmul
         elif not rings:
-            _read_gathered(body_rings, _views(chains, dot, matmul, beyond(dot)), early)
+            _read_gathered(body_rings, _views(chains, dot, matmul, beyond(dot)), early, shared)
         elif any(isinstance(s, Refusal) for s in matmul.splits):
             late.append((dot, matmul))  # the others may move for it what it reads
         else:
@@ -71,6 +75,18 @@ def share(
         _assign(body_rings, _views(chains, dot, matmul, beyond(dot)), early)
     _add_up(body_rings, body)
     return body_rings
+
+
+def _gathered_twice(body: Body, read: Read, beyond: Beyond) -> frozenset[Value]:
+    """Return the gathered values that several matmuls of a body wait for."""
+    chains, times = Reshards(body), Counter[Value]()
+    for dot in body.dots:
+        if isinstance(matmul := read(dot), Reason):
+            continue
+        member, matmul = _views(chains, dot, matmul, beyond(dot))[0]
+        for axis, collective in _gathers(matmul):
+            times[_moved(member, matmul, axis, collective)[1]] += 1
+    return frozenset(value for value, n in times.items() if n > 1)
 
 
 def _views(
@@ -157,12 +173,24 @@ def _gathered_early(member: Member, matmul: ShardedMatmul, early: Collection[Any
     )
 
 
-def _read_gathered(body_rings: BodyRings, views: Sequence[_View], early: Collection[Any]) -> None:
-    """Let a matmul read values that are gathered a scan step ahead; what else moves stays XLA's."""
+def _read_gathered(
+    body_rings: BodyRings,
+    views: Sequence[_View],
+    early: Collection[Any],
+    shared: Collection[Value],
+) -> None:
+    """Let a matmul read values that are gathered before it; what else moves stays XLA's.
+
+    Args:
+        body_rings: those of the body, without any ring.
+        views: the matmul.
+        early: variables that are known one scan step ahead.
+        shared: gathered values that other matmuls read too.
+    """
     for member, matmul in views:
         if _clashes(body_rings, member):
             continue
-        while (gather := _early_gather(member, matmul, early)) is not None:
+        while (gather := _next_gather(member, matmul, early, shared)) is not None:
             member, matmul = _hoisted(member, matmul, *gather)
         if member.hoists:
             member = dataclasses.replace(member, end=End(member.dot.eqn.outvars[0]))
@@ -173,16 +201,24 @@ def _read_gathered(body_rings: BodyRings, views: Sequence[_View], early: Collect
     body_rings.skipped[dot.index] = NO_RINGS if _collectives(matmul) else NO_COLLECTIVE
 
 
-def _early_gather(
-    member: Member, matmul: ShardedMatmul, early: Collection[Any]
+def _next_gather(
+    member: Member, matmul: ShardedMatmul, early: Collection[Any], shared: Collection[Value]
 ) -> tuple[str, ImpliedCollective] | None:
-    """Return the next gather of a value that is known one scan step ahead, and its axis."""
+    """Return the next gather of a value that is known a scan step ahead, or shared; its axis."""
+    for axis, collective in _gathers(matmul):
+        side, after = _moved(member, matmul, axis, collective)
+        if member.value(side).var in early or after in shared:
+            return axis, collective
+    return None
+
+
+def _gathers(matmul: ShardedMatmul) -> Iterator[tuple[str, ImpliedCollective]]:
+    """Yield the gathers of operands that may come before a matmul, each with its axis."""
     for axis, collective in _collectives(matmul):
         if collective is None or collective.kind != "all_gather":
             continue
-        if member.value(collective.side).var in early and hoistable(matmul, axis, collective):
-            return axis, collective
-    return None
+        if hoistable(matmul, axis, collective):
+            yield axis, collective
 
 
 def _assign_view(body_rings: BodyRings, member: Member, matmul: ShardedMatmul) -> Reason | None:

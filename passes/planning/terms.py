@@ -79,7 +79,8 @@ class Terms:
         costs: the cost of a byte along each mesh axis, from `topology.axis_costs`; 1 by default.
         prices: the prices of rings on the cluster, if that is known.
         prefetch: whether the weights of a scan are gathered before any ring.
-        rings: whether matmuls may become rings; if not, `prefetch` is all that is done.
+        rings: whether matmuls may become rings; if not, `prefetch` and `once` are all that is done.
+        once: whether, without rings, what several matmuls of a body gather is gathered once.
         explicit: the mesh's axes whose shardings are a part of types.
         unread: why none of the shardings could be read; None if they could.
     """
@@ -90,6 +91,7 @@ class Terms:
     prices: RingCosts | None = None
     prefetch: bool = False
     rings: bool = True
+    once: bool = False
     explicit: Sequence[str] = ()
     unread: str | None = None
 

@@ -7,13 +7,20 @@
 XLA leaves such dims out of each matmul by itself, in a reshape for each, before it partitions the
 step. Its partitioner then gathers each reshape: q, k and v, or gate and up, gather one value three
 times or twice, where a batch of two rows is gathered once.
+
+The same holds for a value that several equations broadcast along a dim of size 1, as all heads of
+queries and keys are turned by the same angles:
+
+    y = mul q cos ;  z = mul k cos                                    # cos: [b, s@model, 1, d]
+
+->  v = squeeze cos ;  y = mul q (broadcast_in_dim v) ;  z = mul k (broadcast_in_dim v)
 """
 
 from __future__ import annotations
 
 import functools
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -24,6 +31,8 @@ from jaxoverlap._jax import compat, inlining
 from jaxoverlap.passes.analysis.jaxprs import Body, map_bodies
 from jaxoverlap.passes.edited import EditedStep
 from jaxoverlap.plan.edits import ShareViews
+
+_BROADCASTING = ("mul", "add", "sub", "div")
 
 
 def run(step: EditedStep, edits: Sequence[ShareViews]) -> EditedStep:
@@ -47,18 +56,68 @@ def _visit(body: Body) -> list[Any] | None:
         and dot.inside is None
         and not compat.stated_axes(dot.eqn)
     }
+    if not positions:
+        return None
     read = Counter(v for position in positions for v in _narrow(body.eqns[position]))
     shared = {v for v, times in read.items() if times > 1}
-    if not shared:
+    read = Counter(v for eqn in body.eqns for v in _repeated(eqn))
+    repeated = {v for v, times in read.items() if times > 1}
+    if not shared and not repeated:
         return None
     views: dict[Any, Any] = {}
     eqns: list[Any] = []
     for position, eqn in enumerate(body.eqns):
         if position in positions and not shared.isdisjoint(_narrow(eqn)):
             eqns += _viewed(eqn, views)
+        elif again := repeated.intersection(_repeated(eqn)):
+            eqns += _broadcast(eqn, again, views)
         else:
             eqns.append(eqn)
     return eqns
+
+
+def _repeated(eqn: Any) -> set[Any]:
+    """Return the operands that an equation broadcasts along an inner dim of size 1.
+
+    Not those that repeat a row's sum or maximum along the row, as norms and softmaxes do: they are
+    fused with what made it. Nor vectors: weights are not sharded along what they are repeated.
+    """
+    if eqn.primitive.name not in _BROADCASTING or compat.stated_axes(eqn):
+        return set()
+    whole = eqn.outvars[0].aval.shape
+    return {v for v in compat.variables(eqn.invars) if _is_repeated(v.aval.shape, whole)}
+
+
+def _is_repeated(shape: tuple[int, ...], whole: tuple[int, ...]) -> bool:
+    if len(shape) != len(whole) or sum(size > 1 for size in shape) < 2 or shape[-1] == 1:
+        return False
+    return any(one == 1 < all_of_it for one, all_of_it in zip(shape, whole, strict=True))
+
+
+def _broadcast(eqn: Any, repeated: Collection[Any], views: dict[Any, Any]) -> list[Any]:
+    """Return an equation that broadcasts views of some of its operands, and missing views."""
+    made, operands, kept = [], [], dict[int, tuple[int, ...]]()
+    for number, var in enumerate(eqn.invars):
+        if compat.is_literal(var) or var not in repeated:
+            operands.append(var)
+            continue
+        if var not in views:
+            views[var] = compat.squeezed_var(var)
+            made += inlining.inline(jnp.squeeze, [var], [views[var]], eqn)
+        operands.append(views[var])
+        kept[number] = tuple(d for d, size in enumerate(var.aval.shape) if size != 1)
+    fn = functools.partial(_elementwise, eqn, kept)
+    return [*made, *inlining.inline(fn, operands, eqn.outvars, eqn)]
+
+
+def _elementwise(eqn: Any, kept: Mapping[int, tuple[int, ...]], *operands: jax.Array) -> jax.Array:
+    """Compute an equation of operands of which some have lost their dims of size 1."""
+    whole = eqn.outvars[0].aval.shape
+    full = [
+        lax.broadcast_in_dim(x, whole, kept[number]) if number in kept else x
+        for number, x in enumerate(operands)
+    ]
+    return eqn.primitive.bind(*full, **eqn.params)
 
 
 def _narrow(eqn: Any) -> set[Any]:

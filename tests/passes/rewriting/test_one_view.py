@@ -83,3 +83,58 @@ def test_xla_gathers_the_view_once():
 
     assert gathers(with_one_view(jaxpr)) == 1
     assert gathers(jaxpr) == 3, "XLA shares the gather by itself now: the pass can go"
+
+
+def turned(q, k, cos, sin):
+    """Turn queries and keys by angles that all heads share, as rotary embeddings do."""
+
+    def one(x):
+        halves = jnp.split(x, 2, -1)
+        return x * cos + jnp.concatenate([-halves[1], halves[0]], -1) * sin
+
+    return one(q), one(k)
+
+
+def test_what_is_repeated_for_all_heads_is_read_by_one_view():
+    rng = np.random.default_rng(0)
+    shapes = (2, S, 4, D), (2, S, 4, D), (2, S, 1, D), (2, S, 1, D)
+    args = [jnp.asarray(rng.standard_normal(shape), jnp.float32) for shape in shapes]
+
+    def scores(*args):
+        return jnp.einsum("bshd,bthd->bhst", *turned(*args))
+
+    jaxpr = flatten(jax.jit(scores).trace(*args).jaxpr)
+    viewed = with_one_view(jaxpr)
+    assert names(viewed).count("squeeze") == 2
+    assert names(viewed).count("broadcast_in_dim") == 4
+    for before, after in zip(
+        compat.evaluate(jaxpr, args), compat.evaluate(viewed, args), strict=True
+    ):
+        np.testing.assert_allclose(before, after, rtol=1e-6)
+
+
+@needs_plugin
+def test_xla_gathers_what_all_heads_share_once():
+    mesh = jaxoverlap.pod_mesh("h100-sxm:1x8", {"model": 8})
+
+    def at(x, *spec):
+        return jax.lax.with_sharding_constraint(x, NamedSharding(mesh, P(*spec)))
+
+    def layer(x, wq, wk, cos, sin):
+        q, k = (at(jnp.einsum("bsd,dhe->bshe", at(x), w), None, None, "model") for w in (wq, wk))
+        return [at(turn, None, None, "model") for turn in turned(q, k, cos, sin)]
+
+    def shape(*dims, spec):
+        return jax.ShapeDtypeStruct(dims, jnp.bfloat16, sharding=NamedSharding(mesh, spec))
+
+    heads, positions = P(None, "model"), P(None, "model")
+    weights = [shape(D, 8, 128, spec=heads)] * 2
+    angles = [shape(2, S, 1, 128, spec=positions)] * 2
+    traced = jax.jit(layer).trace(shape(2, S, D, spec=positions), *weights, *angles)
+    jaxpr = flatten(traced.jaxpr)
+
+    def gathers(one):
+        return partitioned(traced, one, mesh, ask=False).text.count(" all-gather(")
+
+    assert gathers(with_one_view(jaxpr)) == 3
+    assert gathers(jaxpr) == 5, "XLA shares the gathers by itself now: the pass can go"
