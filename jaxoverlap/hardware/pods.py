@@ -193,6 +193,9 @@ _WANTED_OPTIONS = {
     # schedule does not see the collective; and in jax 0.12.0 compiling one over 64 devices aborts
     # the process.
     "xla_gpu_experimental_use_collective_kernels": "",
+    # With nothing to time XLA compiles each kernel once more all the same, and takes it as it is:
+    # a third of a compilation.
+    "xla_gpu_autotune_level": "0",
 }
 
 
