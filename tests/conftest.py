@@ -1,6 +1,8 @@
-"""Give tests eight CPU devices, set before JAX looks for any, and a cache of their own."""
+"""Give tests eight CPU devices, set before JAX looks for any, and caches of their own."""
 
 import os
+import time
+from pathlib import Path
 
 os.environ["JAX_PLATFORMS"] = "cpu"
 # Small steps compile longer than they run, so XLA's code generator, and only that, is cut back.
@@ -16,6 +18,33 @@ import jax
 import pytest
 
 jax.config.update("jax_num_cpu_devices", 8)
+
+DAYS_KEPT = 14  # of a compiled program; one of code that has changed is never asked for again
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Keep programs compiled for CPU devices in pytest's cache, for all workers and later runs.
+
+    Most of the time of the suite is XLA's, and many tests compile the same program: two trainers
+    that have to agree, a run and the one that resumes it. `--cache-clear` empties the cache.
+    """
+    if config.pluginmanager.hasplugin("cacheprovider"):
+        folder = config.cache.mkdir("compiled")
+        if not hasattr(config, "workerinput"):
+            _remove_stale(folder)
+        jax.config.update("jax_compilation_cache_dir", str(folder))
+        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
+        jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
+        jax.config.update("jax_persistent_cache_enable_xla_caches", "none")  # those are of GPUs
+
+
+def _remove_stale(folder: Path) -> None:
+    """Remove what is old, and what a run that was killed has left without content."""
+    oldest = time.time() - DAYS_KEPT * 24 * 3600
+    for path in folder.iterdir():
+        found = path.stat()
+        if found.st_mtime < oldest or not found.st_size:
+            path.unlink()
 
 
 @pytest.fixture(scope="session", autouse=True)
