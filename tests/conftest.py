@@ -1,15 +1,18 @@
 """Give tests eight CPU devices, set before JAX looks for any, and caches of their own."""
 
+import gc
 import os
 import time
 from pathlib import Path
 
 os.environ["JAX_PLATFORMS"] = "cpu"
 # Small steps compile longer than they run, so XLA's code generator, and only that, is cut back.
+# Without a GPU nothing can be tuned: XLA would compile each kernel once more, to take it as it is.
 os.environ["XLA_FLAGS"] = " ".join(
     (
         "--xla_backend_optimization_level=0",
         "--xla_llvm_disable_expensive_passes=true",
+        "--xla_gpu_autotune_level=0",
         os.environ.get("XLA_FLAGS", ""),
     )
 )
@@ -19,6 +22,10 @@ import pytest
 
 jax.config.update("jax_num_cpu_devices", 8)
 
+SOON_DONE = tuple(
+    f"tests/{folder}/"
+    for folder in ("_util", "cost", "flags", "parallelism", "plan", "profiling", "simulation")
+)
 DAYS_KEPT = 14  # of a compiled program; one of code that has changed is never asked for again
 
 
@@ -36,6 +43,17 @@ def pytest_configure(config: pytest.Config) -> None:
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
         jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
         jax.config.update("jax_persistent_cache_enable_xla_caches", "none")  # those are of GPUs
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Put files that take seconds behind those that take minutes, so that workers end together."""
+    items.sort(key=lambda item: item.nodeid.startswith(SOON_DONE))
+
+
+def pytest_collection_finish() -> None:
+    """Spare the garbage collector what lives as long as the run: modules and thousands of tests."""
+    gc.collect()
+    gc.freeze()
 
 
 def _remove_stale(folder: Path) -> None:
