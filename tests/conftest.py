@@ -19,6 +19,7 @@ os.environ["XLA_FLAGS"] = " ".join(
 
 import jax
 import pytest
+from jax.experimental.compilation_cache import compilation_cache
 
 jax.config.update("jax_num_cpu_devices", 8)
 
@@ -71,3 +72,14 @@ def own_cache(tmp_path_factory):
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
         yield
+
+
+@pytest.fixture(scope="module")
+def compiled_anew():
+    """Compile all: the profiler does not know a program of the cache by the number it runs under."""
+    kept = jax.config.jax_enable_compilation_cache
+    jax.config.update("jax_enable_compilation_cache", False)
+    compilation_cache.reset_cache()
+    yield
+    jax.config.update("jax_enable_compilation_cache", kept)
+    compilation_cache.reset_cache()
