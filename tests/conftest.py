@@ -3,6 +3,7 @@
 import gc
 import os
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 os.environ["JAX_PLATFORMS"] = "cpu"
@@ -20,6 +21,8 @@ os.environ["XLA_FLAGS"] = " ".join(
 import jax
 import pytest
 from jax.experimental.compilation_cache import compilation_cache
+
+from tests.support.pods import needs_plugin
 
 jax.config.update("jax_num_cpu_devices", 8)
 
@@ -57,6 +60,16 @@ def pytest_collection_finish() -> None:
     gc.freeze()
 
 
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
+    """Leave the cache out where JAX writes to it what it cannot read back: programs for pods."""
+    anew = item.get_closest_marker("anew") or needs_plugin.mark in item.iter_markers("skipif")
+    if jax.config.jax_enable_compilation_cache == bool(anew):
+        jax.config.update("jax_enable_compilation_cache", not anew)
+        compilation_cache.reset_cache()  # or the setting is not read again
+    return (yield)
+
+
 def _remove_stale(folder: Path) -> None:
     """Remove what is old, and what a run that was killed has left without content."""
     oldest = time.time() - DAYS_KEPT * 24 * 3600
@@ -72,14 +85,3 @@ def own_cache(tmp_path_factory):
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
         yield
-
-
-@pytest.fixture(scope="module")
-def compiled_anew():
-    """Compile all: the profiler does not know a program of the cache by the number it runs under."""
-    kept = jax.config.jax_enable_compilation_cache
-    jax.config.update("jax_enable_compilation_cache", False)
-    compilation_cache.reset_cache()
-    yield
-    jax.config.update("jax_enable_compilation_cache", kept)
-    compilation_cache.reset_cache()

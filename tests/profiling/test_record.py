@@ -12,7 +12,7 @@ import pytest
 import jaxoverlap
 from tests.profiling import synthetic
 
-pytestmark = pytest.mark.usefixtures("compiled_anew")
+pytestmark = pytest.mark.anew
 
 
 def test_a_step_is_run_and_read():

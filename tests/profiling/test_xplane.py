@@ -14,7 +14,7 @@ from jaxoverlap.simulation import hlo
 from tests.profiling import synthetic
 from tests.profiling.synthetic import Ran
 
-pytestmark = pytest.mark.usefixtures("compiled_anew")
+pytestmark = pytest.mark.anew
 
 
 def test_streams_kernels_and_modules_of_gpus(tmp_path: Path):
