@@ -9,14 +9,16 @@ from pathlib import Path
 os.environ["JAX_PLATFORMS"] = "cpu"
 # Small steps compile longer than they run, so XLA's code generator, and only that, is cut back.
 # Without a GPU nothing can be tuned: XLA would compile each kernel once more, to take it as it is.
-FLAGS = (
-    "--xla_backend_optimization_level=0",
-    "--xla_llvm_disable_expensive_passes=true",
-    "--xla_gpu_autotune_level=0",
-)
 # Each once, also in a worker, which has those of its parent: they are part of the cache's keys.
 os.environ["XLA_FLAGS"] = " ".join(
-    dict.fromkeys((*FLAGS, *os.environ.get("XLA_FLAGS", "").split()))
+    dict.fromkeys(
+        (
+            "--xla_backend_optimization_level=0",
+            "--xla_llvm_disable_expensive_passes=true",
+            "--xla_gpu_autotune_level=0",
+            *os.environ.get("XLA_FLAGS", "").split(),
+        )
+    )
 )
 
 import jax
