@@ -2,9 +2,7 @@
 
 import gc
 import os
-import time
 from collections.abc import Iterator
-from pathlib import Path
 
 os.environ["JAX_PLATFORMS"] = "cpu"
 # Small steps compile longer than they run, so XLA's code generator, and only that, is cut back.
@@ -33,19 +31,20 @@ SOON_DONE = tuple(
     f"tests/{folder}/"
     for folder in ("_util", "cost", "flags", "parallelism", "plan", "profiling", "simulation")
 )
-DAYS_KEPT = 14  # of a compiled program; one of code that has changed is never asked for again
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Keep programs compiled for CPU devices in pytest's cache, for all workers and later runs.
+    """Keep the programs that a run compiles for CPU devices in pytest's cache, for all workers.
 
     Most of the time of the suite is XLA's, and many tests compile the same program: two trainers
-    that have to agree, a run and the one that resumes it. `--cache-clear` empties the cache.
+    that have to agree, a run and the one that resumes it. Each run starts without any: not all tests pass with
+    programs that are loaded (XLA does not serialize one again).
     """
     if config.pluginmanager.hasplugin("cacheprovider"):
         folder = config.cache.mkdir("compiled")
         if not hasattr(config, "workerinput"):
-            _remove_stale(folder)
+            for path in folder.iterdir():
+                path.unlink(missing_ok=True)
         jax.config.update("jax_compilation_cache_dir", str(folder))
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
         jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
@@ -71,15 +70,6 @@ def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
         jax.config.update("jax_enable_compilation_cache", not anew)
         compilation_cache.reset_cache()  # or the setting is not read again
     return (yield)
-
-
-def _remove_stale(folder: Path) -> None:
-    """Remove what is old, and what a run that was killed has left without content."""
-    oldest = time.time() - DAYS_KEPT * 24 * 3600
-    for path in folder.iterdir():
-        found = path.stat()
-        if found.st_mtime < oldest or not found.st_size:
-            path.unlink()
 
 
 @pytest.fixture(scope="session", autouse=True)
