@@ -136,9 +136,16 @@ class TestOnPods:
         )
         assert '"__cudnn$fmhaSoftmaxBackward"' in text
 
-    @pytest.mark.parametrize(("kind", "kernels"), [("auto", 0), ("cudnn", 2 * 2)])
-    @pytest.mark.parametrize("recompute", ["full", "selective"])
-    def test_configured_meshes_have_the_ring_if_it_is_wanted(self, kind, kernels, recompute):
+    @pytest.mark.parametrize(
+        ("recompute", "kind", "kernels"),
+        [
+            ("full", "auto", 0),
+            pytest.param("selective", "auto", 0, marks=pytest.mark.nightly),
+            ("full", "cudnn", 2 * 2),
+            ("selective", "cudnn", 2 * 2),
+        ],
+    )
+    def test_configured_meshes_have_the_ring_if_it_is_wanted(self, recompute, kind, kernels):
         """The ring has two hops, forward and again in the backward pass, with shared key heads too."""
         split = Configuration(fsdp=2, model=2, context=2, recompute=recompute)
         config = configured_model.Config(

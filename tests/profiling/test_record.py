@@ -12,6 +12,8 @@ import pytest
 import jaxoverlap
 from tests.profiling import synthetic
 
+pytestmark = pytest.mark.anew
+
 
 def test_a_step_is_run_and_read():
     step, args = synthetic.sharded_step()

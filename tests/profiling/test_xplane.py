@@ -14,6 +14,8 @@ from jaxoverlap.simulation import hlo
 from tests.profiling import synthetic
 from tests.profiling.synthetic import Ran
 
+pytestmark = pytest.mark.anew
+
 
 def test_streams_kernels_and_modules_of_gpus(tmp_path: Path):
     recording = xplane.read(

@@ -276,6 +276,7 @@ def test_a_step_that_has_run_can_be_copied(copied):
 # -- on disk --------------------------------------------------------------------------------------
 
 
+@pytest.mark.anew  # XLA does not serialize a loaded program again
 def test_a_compiled_step_goes_to_disk_and_back():
     @overlap
     @partial(jax.jit, donate_argnums=0)

@@ -151,33 +151,39 @@ def test_a_round_s_new_program_is_made_in_a_thread_before_it_is_needed(monkeypat
 # -- another number of workers ----------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("sync", (uniform(power_sgd(2)), ADAPTIVE, uniform(qsgd(4))))
-def test_a_run_goes_on_with_another_number_of_workers(sync):
+MORE_OR_FEWER = (
+    (uniform(power_sgd(2)), 2), (uniform(power_sgd(2)), 8), (uniform(qsgd(4)), 2),
+    (uniform(qsgd(4)), 8), (ADAPTIVE, 2),
+    pytest.param(ADAPTIVE, 8, marks=pytest.mark.nightly),  # ten seconds of XLA for its programs
+)  # fmt: skip
+
+
+@pytest.mark.parametrize(("sync", "workers"), MORE_OR_FEWER)
+def test_a_run_goes_on_with_another_number_of_workers(sync, workers):
     step = step_of(sync, stacked=("layers",))
     state = step.init(make_params())
     for i in range(4):
         state, _ = step(state, make_batch(i))
-    for workers in (2, 8):
-        other = step_of(sync, workers=workers, stacked=("layers",))
-        with pytest.raises(ValueError, match=r"of 4 workers, .*consolidate|devices"):
-            if not state.sync.error and not state.sync.accumulated:
-                raise ValueError("devices")  # nothing differs between workers
-            other(state, make_batch(4))
-        spread = other.spread(other.consolidate(state))
-        jax.tree.map(
-            np.testing.assert_array_equal,
-            jax.device_get(spread.params),
-            jax.device_get(state.params),
-        )
-        for name, error in spread.sync.error.items():
-            mean = np.asarray(state.sync.error[name]).mean(0)
-            np.testing.assert_allclose(np.asarray(error).mean(0), mean, atol=1e-6)
-        like = other.abstract(make_params(), workers=4)
-        assert jax.tree.map(lambda x: x.shape, like) == jax.tree.map(lambda x: x.shape, state)
-        for i in range(4, 8):
-            spread, value = other(spread, make_batch(i))
-        assert np.isfinite(value)
-        other.check()
+    other = step_of(sync, workers=workers, stacked=("layers",))
+    with pytest.raises(ValueError, match=r"of 4 workers, .*consolidate|devices"):
+        if not state.sync.error and not state.sync.accumulated:
+            raise ValueError("devices")  # nothing differs between workers
+        other(state, make_batch(4))
+    spread = other.spread(other.consolidate(state))
+    jax.tree.map(
+        np.testing.assert_array_equal,
+        jax.device_get(spread.params),
+        jax.device_get(state.params),
+    )
+    for name, error in spread.sync.error.items():
+        mean = np.asarray(state.sync.error[name]).mean(0)
+        np.testing.assert_allclose(np.asarray(error).mean(0), mean, atol=1e-6)
+    like = other.abstract(make_params(), workers=4)
+    assert jax.tree.map(lambda x: x.shape, like) == jax.tree.map(lambda x: x.shape, state)
+    for i in range(4, 8):
+        spread, value = other(spread, make_batch(i))
+    assert np.isfinite(value)
+    other.check()
 
 
 def test_other_layers_with_other_workers_are_named():

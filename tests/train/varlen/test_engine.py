@@ -21,7 +21,7 @@ from tests.train.varlen.batches import COSTS, dense, random_plan
 HEADS, KV_HEADS, HEAD = 4, 2, 8
 # Multiples of an eighth of the capacity, to which a planner rounds.
 BOUNDS = bounds_of({8: 24, 4: 24, 2: 24, 1: 40}, tokens=56, sent=64, sequences=64)
-NODES = [(1, 8), (2, 4), (4, 2)]
+NODES = [(1, 8), (2, 4)]
 LOWEST = np.finfo(np.float32).min
 
 
@@ -107,7 +107,9 @@ def check_float32(program, seed, **heads):
     assert ours._cache_size() == 1, "a batch of other lengths was compiled again"
 
 
-@pytest.mark.parametrize(("count", "devices"), NODES)
+@pytest.mark.parametrize(
+    ("count", "devices"), [*NODES, pytest.param(4, 2, marks=pytest.mark.nightly)]
+)
 @settings(max_examples=25, deadline=None, phases=[Phase.generate], derandomize=True)
 @given(seed=st.integers(0, 2**32 - 1))
 def test_float32(count, devices, seed):
@@ -122,7 +124,7 @@ def test_groups_that_exchange_heads_beside_rings(seed):
     check_float32(programs(2, 4, "float32", heads, bounds), seed, heads=heads)
 
 
-@pytest.mark.parametrize("tile", (4, 7))
+@pytest.mark.parametrize("tile", (pytest.param(4, marks=pytest.mark.nightly), 7))
 def test_tiles_that_no_mask_lets_through_are_skipped_and_nothing_else(tile, monkeypatch):
     """Whole sequences in tiles smaller than they are, the last of them not full."""
     monkeypatch.setattr(blocks, "TILE", tile)
