@@ -207,18 +207,13 @@ def _says_more(eqn: JaxprEqn, result: Any) -> bool:
     return (result.aval.shape, result.aval.sharding.spec) not in known
 
 
-def _is_transposed(eqn: JaxprEqn) -> bool:
-    """Return whether JAX made an equation by transposing another: no user stated its sharding."""
-    names = str(eqn.source_info.name_stack)
-    return "transpose(" in names and "rematted_computation" not in names
-
-
 class _Untyped:
     """Rewrite a step's equations one by one to types without explicit shardings."""
 
     def __init__(self, mesh: Mesh, inferred: bool, partitions_itself: Callable[[JaxprEqn], bool]):
         self.mesh, self.inferred, self.partitions_itself = mesh, inferred, partitions_itself
         self.read = set[Any]()  # by operations that partition themselves
+        self.names: list[str] = []  # the name stacks of the equations around
 
     def step(self, jaxpr: Jaxpr) -> Jaxpr:
         """Rewrite the step itself, and constrain its results to their types."""
@@ -275,7 +270,7 @@ class _Untyped:
             return
         stated = [p for p in _STATED if isinstance(eqn.params.get(p), NamedSharding)]
         full = not any(axes for p in stated for axes in eqn.params[p].spec)
-        by_jax = full and _is_transposed(eqn) and self.read.issuperset(eqn.outvars)
+        by_jax = full and self.is_transposed(eqn) and self.read.issuperset(eqn.outvars)
         if stated:
             eqn = eqn.replace(params={**eqn.params, **dict.fromkeys(stated)})
         pinned = [
@@ -291,8 +286,19 @@ class _Untyped:
             if before is not after:
                 yield self.constraint(before, after, old.aval.sharding, eqn)
 
+    def is_transposed(self, eqn: JaxprEqn) -> bool:
+        """Return whether JAX made an equation by transposing another: no user stated its sharding.
+
+        A remat's backward pass has what it computes again beside what is transposed.
+        """
+        names = [*self.names, str(eqn.source_info.name_stack)]
+        again = any("rematted_computation" in name for name in names)
+        return not again and any("transpose(" in name for name in names)
+
     def changed(self, eqn: JaxprEqn, invars: list[Any], outvars: list[Any]) -> JaxprEqn:
+        self.names.append(str(eqn.source_info.name_stack))
         eqn = compat.map_jaxprs(self.body, eqn)
+        self.names.pop()
         params = _on_meshes(eqn.params, automatic_mesh)
         return eqn.replace(invars=invars, outvars=outvars, params=params, ctx=self.context(eqn))
 

@@ -234,20 +234,7 @@ def choose(
     joined: Mapping[str, str] = {}
     compute_s = min(made.compute_s for made in fit.values())
     if comparison.reorders and fit[taken].step_s > compute_s * (1 + EXPOSED):
-        base: CandidateName = taken if taken in get_args(Overlapped) else "reordered"
-        options = joining(fit[base].text(), comparison.cost) if base in fit else []
-        names: list[CandidateName] = [*COMPARED, *(base for _ in options)]
-        further = [*[{}] * len(COMPARED), *options]
-        with ThreadPoolExecutor(len(names)) as pool:
-            results = list(pool.map(in_child, names, further))
-        for candidate, more, made in zip(names, further, results, strict=True):
-            if not isinstance(made, CompiledStep) or made.loops != plain.loops:
-                continue
-            if candidate not in fit or key(made) < key(fit[candidate]):
-                fit[candidate] = made
-                joined = more or joined
-        taken = min(fit, key=lambda candidate: key(fit[candidate]))
-        joined = joined if taken == base else {}
+        taken, joined = _with_options(comparison, fit, taken, in_child)
     overlapped_s = rings.step_s if isinstance(rings, CompiledStep) else None
     speedup = Speedup(
         taken=taken,
@@ -266,6 +253,40 @@ def choose(
             planned = "scans unrolled" if cut.unroll > 1 else "scans not unrolled"
         return msgspec.structs.replace(speedup, why=against.replace("overlapped", planned, 1))
     return msgspec.structs.replace(speedup, why=against, lost=_lost(comparison, rings, plain))
+
+
+def _with_options(
+    comparison: Comparison,
+    fit: dict[CandidateName, CompiledStep],
+    taken: CandidateName,
+    in_child: Callable[..., CompiledStep | Failure],
+) -> tuple[CandidateName, Mapping[str, str]]:
+    """Compile the original step with published options, and the fastest with joined collectives.
+
+    Args:
+        comparison: the candidates and their cost model.
+        fit: those that may be taken; what is compiled here is added, if it may be.
+        taken: the fastest so far.
+        in_child: compiles a candidate in a child process, with further options if there are any.
+
+    Returns:
+        The fastest, and the options that join its collectives.
+    """
+    key = functools.partial(_key, memory_bytes=comparison.memory_bytes)
+    base: CandidateName = taken if taken in get_args(Overlapped) else "reordered"
+    options = joining(fit[base].text(), comparison.cost) if base in fit else []
+    names: list[CandidateName] = [*COMPARED, *(base for _ in options)]
+    further = [*[{}] * len(COMPARED), *options]
+    with ThreadPoolExecutor(len(names)) as pool:
+        results = list(pool.map(in_child, names, further))
+    joined: Mapping[str, str] = {}
+    for candidate, more, made in zip(names, further, results, strict=True):
+        if not isinstance(made, CompiledStep) or made.loops != fit[taken].loops:
+            continue
+        if candidate not in fit or key(made) < key(fit[candidate]):
+            fit[candidate], joined = made, more or joined
+    fastest = min(fit, key=lambda candidate: key(fit[candidate]))
+    return fastest, joined if fastest == base else {}
 
 
 def _unknown(rings: CompiledStep | Unsimulated | Failure, why: str) -> Speedup:

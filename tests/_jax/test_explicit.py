@@ -116,12 +116,14 @@ def test_unreduced_types_stay(mesh):
 
 @needs_plugin
 @pytest.mark.parametrize("stated", [False, True], ids=["by JAX", "by the user"])
-def test_what_jax_states_of_attentions_gradient_is_inferred(stated):
+@pytest.mark.parametrize("remat", [lambda fn: fn, jax.checkpoint], ids=["kept", "remat"])
+def test_what_jax_states_of_attentions_gradient_is_inferred(stated, remat):
     """JAX takes what cuDNN's attention gives for replicated, and asks for its gradient so."""
     pod = jaxoverlap.pod_mesh("h100-sxm:1x8", {"data": 2, "model": 4})
     mesh = Mesh(pod.devices, pod.axis_names, axis_types=(AxisType.Explicit,) * 2)
     out = P() if stated else P("data", None, "model", None)
 
+    @remat
     def loss(w, x):
         q = jnp.einsum("bsd,dhk->bshk", x, w, out_sharding=out)
         a = jax.nn.dot_product_attention(q, q, q, is_causal=True, implementation="cudnn")

@@ -3,20 +3,23 @@
 from __future__ import annotations
 
 import zlib
+from collections.abc import Iterator
 
 import numpy as np
 
 from jaxoverlap._jax import jits
 from jaxoverlap.passes.analysis.flatten import flatten
+from jaxoverlap.passes.analysis.jaxprs import dots
+from jaxoverlap.passes.layouts import moved_first
 from jaxoverlap.passes.layouts.dims import DimNames
 from jaxoverlap.passes.layouts.layout import by_size, spec_of
 from jaxoverlap.passes.layouts.pins import pinnable
-from jaxoverlap.plan.edits import Pin
+from jaxoverlap.plan.edits import MovedFirst, MoveFirst, Pin
 from tests.differential.case import Case
 
 
-def drawn_layouts(case: Case) -> tuple[Pin, ...]:
-    """Pin about three of four matmuls of a case to a layout drawn from its name."""
+def drawn_layouts(case: Case) -> tuple[Pin | MoveFirst, ...]:
+    """Pin about three of four matmuls of a case, drawn from its name; of some a dim comes first."""
     rng = np.random.default_rng(zlib.crc32(case.name.encode()))
     jaxpr, sizes = _traced(case.built(False)), dict(case.mesh.shape)
     matmuls, dims = list(pinnable(jaxpr)), DimNames(jaxpr)
@@ -28,7 +31,24 @@ def drawn_layouts(case: Case) -> tuple[Pin, ...]:
         spec = spec_of(dims.of(out), out.aval.shape, layout, sizes)
         if rng.random() < 0.75:
             pins.append(Pin(site=dot.index, spec=spec))
-    return tuple(pins)
+    moved = tuple(_moved(jaxpr, rng))
+    first = (MoveFirst(axes=tuple(sizes), matmuls=moved),) if moved else ()
+    return (*pins, *first)
+
+
+def _moved(jaxpr, rng: np.random.Generator) -> Iterator[MovedFirst]:
+    """Draw a dim of an operand, or a contracted one of both, of about half of the matmuls."""
+    for dot in dots(jaxpr):
+        (contracted, batch), (lhs, rhs) = dot.eqn.params["dimension_numbers"], dot.eqn.invars
+        if batch != ((), ()) or rng.random() < 0.5:
+            continue
+        choices = [(pair[0], pair[1]) for pair in zip(*contracted, strict=True)]
+        choices += [(d, None) for d in range(lhs.aval.ndim) if d not in contracted[0]]
+        choices += [(None, d) for d in range(rhs.aval.ndim) if d not in contracted[1]]
+        one, other = choices[rng.integers(len(choices))]
+        move = MovedFirst(site=dot.index, lhs=one, rhs=other)
+        if moved_first._fits(dot, move):
+            yield move
 
 
 def _traced(case: Case):
