@@ -34,6 +34,7 @@ class Feeding:
         position = {start: n for n, start in enumerate(starts)}
         self._seconds = seconds
         self._feeds = [np.array([position[start] for start in fed], int) for fed in feeds]
+        self._fed = [frozenset(fed.tolist()) for fed in self._feeds]
         self._remaining_s = np.zeros(len(starts))  # of compute before each start
         self._waiting = np.zeros(len(starts), int)  # ready tasks that lead to each start
         self._ready: list[int] = []  # tasks
@@ -64,11 +65,11 @@ class Feeding:
         if first is not None:
             return first
         nearest = np.argsort(remaining_s, kind="stable")[: np.count_nonzero(self._waiting)]
-        return next((i for n in nearest if (i := self._first(n, fits)) is not None), None)
+        return next((i for n in nearest if (i := self._first(int(n), fits)) is not None), None)
 
     def _first(self, position: int, fits: Callable[[int], bool]) -> int | None:
         """Return the first ready task that leads to a start, and fits."""
-        return next((i for i in self._ready if position in self._feeds[i] and fits(i)), None)
+        return next((i for i in self._ready if position in self._fed[i] and fits(i)), None)
 
     def remaining_s(self, index: int) -> float:
         """Return the seconds of compute before the nearest start that a task leads to."""
