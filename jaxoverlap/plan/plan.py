@@ -73,7 +73,7 @@ __all__ = [
 
 FSDP = Literal["prefetch", "ring"]
 _FORMAT = "jaxoverlap plan"
-SCHEMA = 11  # of a plan's JSON: counts up with every change that another version cannot read
+SCHEMA = 12  # of a plan's JSON: counts up with every change that another version cannot read
 
 
 class Schedule(
