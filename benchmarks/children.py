@@ -18,12 +18,13 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from itertools import groupby, zip_longest
 from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from benchmarks.frame import Row
+from benchmarks.frame import Row, in_ms, rows_in, write_rows
 from jaxoverlap._jax.kernel_cache import KnownKernels
 from jaxoverlap.hardware.cluster import parse_cluster
 from jaxoverlap.step.trial import how_it_ended
@@ -74,6 +75,29 @@ def in_fork(
             fork.kill()
         fork.join()
         return {"error": f"stopped after {timeout_s:.0f} s"} if row is None else row
+
+
+def each_in_fork(
+    work: Callable[..., Row],
+    wanted: Iterable[tuple[str, ...]],
+    out: Path,
+    timeout_s: float,
+    console: Console,
+) -> list[Row]:
+    """Run `work` for each tuple in a fork, print its milliseconds, and write all rows.
+
+    Args:
+        work: gives a row with `step_s`; as `in_fork` takes it.
+        wanted: its arguments; the first names the step, the others the row.
+        out: the file of rows; those that are there and not wanted stay.
+    """
+    rows = rows_in(out)
+    for name, *others in wanted:
+        row, made = ", ".join(others), in_fork(work, name, *others, timeout_s=timeout_s)
+        rows[name, row] = {"step": name, "row": row, **made}
+        console.print(f"{name}, {row}: {in_ms(made.get('step_s'))} {made.get('error', '')}")
+        write_rows(out, rows.values())
+    return list(rows.values())
 
 
 def _run(

@@ -169,10 +169,8 @@ def main(only: Only = None, out: Written = Path("out/cudnn_numbers.jsonl")) -> N
         made = {"device": jax.devices()[0].device_kind, **provenance(), **CHECKED[name]()}
         rows[name, "numbers"] = {"step": name, "row": "numbers", **made}
         write_rows(out, rows.values())
-    sheet = frame.sheet("relative errors", COLUMNS, words=("what",))
-    for cells in table(list(rows.values())):
-        sheet.add_row(*cells)
-    console.print(sheet)
+    made = table(list(rows.values()))
+    console.print(frame.filled("relative errors", COLUMNS, made, words=("what",)))
 
 
 def table(rows: list[frame.Row]) -> list[tuple[str, ...]]:

@@ -12,6 +12,7 @@ simulated: nothing was timed on a GPU. Needs no GPU.
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,9 +27,9 @@ from rich.console import Console
 
 import jaxoverlap
 from benchmarks import frame
-from benchmarks.children import import_first, in_fork
+from benchmarks.children import each_in_fork, import_first
 from benchmarks.drawn.step import Built, lower
-from benchmarks.frame import Only, Written, chosen, in_ms, provenance, rows_in, write_rows
+from benchmarks.frame import Only, Written, chosen, in_ms, provenance
 from jaxoverlap.hardware.pods import compiler_options
 
 HEAD = 128
@@ -216,19 +217,10 @@ def measured(name: str, kind: str, row: str) -> dict[str, Any]:
 def main(only: Only = None, out: Written = Path("out/explicit.jsonl")) -> None:
     """Compile and simulate; print a table."""
     import_first(["benchmarks.explicit"])
-    rows = rows_in(out)
-    for name in chosen("only", only, CASES):
-        for kind in KINDS:
-            for row in ("plain", "overlapped"):
-                made = in_fork(measured, name, kind, row, timeout_s=CHILD_S)
-                rows[name, f"{kind}, {row}"] = {"step": name, "row": f"{kind}, {row}", **made}
-                shown = in_ms(made.get("step_s")), made.get("error", "")
-                console.print(f"{name}, {kind}, {row}: {' '.join(shown)}")
-                write_rows(out, rows.values())
-    sheet = frame.sheet("explicit meshes, ms", COLUMNS, words=("step", "mesh"))
-    for cells in table(list(rows.values())):
-        sheet.add_row(*cells)
-    console.print(sheet)
+    names = chosen("only", only, CASES)
+    wanted = itertools.product(names, KINDS, ("plain", "overlapped"))
+    made = table(each_in_fork(measured, wanted, out, CHILD_S, console))
+    console.print(frame.filled("explicit meshes, ms", COLUMNS, made, words=("step", "mesh")))
 
 
 def table(rows: list[frame.Row]) -> list[tuple[str, ...]]:

@@ -145,6 +145,20 @@ def sheet(title: str, columns: Iterable[str], *, words: Collection[str] = ()) ->
     return grid
 
 
+def filled(
+    title: str,
+    columns: Iterable[str],
+    rows: Iterable[Sequence[str]],
+    *,
+    words: Collection[str] = (),
+) -> Table:
+    """Make a table of such columns, with its rows."""
+    grid = sheet(title, columns, words=words)
+    for cells in rows:
+        grid.add_row(*cells)
+    return grid
+
+
 def markdown(
     columns: Sequence[str], rows: Iterable[Sequence[str]], numbers: Sequence[str] = ()
 ) -> str:

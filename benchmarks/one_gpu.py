@@ -30,7 +30,7 @@ from rich.console import Console
 import jaxoverlap
 from benchmarks import explicit, frame
 from benchmarks.frame import Only, Written, chosen, provenance, rows_in, write_rows
-from jaxoverlap.hardware.chips import CHIPS
+from jaxoverlap.hardware.topology import chip_of
 
 BATCHES, RUNS = 7, 5
 KINDS = ("matmul", "attention", "memory")
@@ -155,12 +155,6 @@ def filled(shape: jax.ShapeDtypeStruct, seed: int) -> jax.Array:
     return (jax.random.normal(key, shape.shape, jnp.float32) * 0.02).astype(shape.dtype)
 
 
-def chip_here() -> str:
-    """Return this GPU's name among the package's; H100s and H200s say more or less of theirs."""
-    kind = jax.devices()[0].device_kind
-    return next(c.name for c in CHIPS.values() if kind.split()[:2] == c.device_name.split()[:2])
-
-
 def timed(name: str, profiles: Path | None) -> dict[str, Any]:
     """Time a step, and let the profile say what each kind of kernel took and should have taken."""
     case = TIMED[name]()
@@ -182,7 +176,9 @@ def timed(name: str, profiles: Path | None) -> dict[str, Any]:
             args, out = run(args)
         jax.block_until_ready(out)
         seconds.append((time.perf_counter() - began) / RUNS)
-    pod = f"{chip_here()}:1x1"
+    chip = chip_of(_mesh())
+    assert chip is not None, f"no cost table has {jax.devices()[0].device_kind}"
+    pod = f"{chip.name}:1x1"
     folder = profiles / name.replace(" ", "_") if profiles else None
     profile = jaxoverlap.profile(compiled, *args, cluster=pod, folder=folder)
     console.print(str(profile), highlight=False)
@@ -211,10 +207,8 @@ def main(
         made = timed(name, profiles)
         rows[name, "one GPU"] = {"step": name, "row": "one GPU", **provenance(), **about, **made}
         write_rows(out, rows.values())
-    sheet = frame.sheet("one GPU, ms", COLUMNS, words=("step",))
-    for cells in table(list(rows.values())):
-        sheet.add_row(*cells)
-    console.print(sheet)
+    made = table(list(rows.values()))
+    console.print(frame.filled("one GPU, ms", COLUMNS, made, words=("step",)))
 
 
 def table(rows: list[frame.Row]) -> list[tuple[str, ...]]:

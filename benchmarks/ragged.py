@@ -12,6 +12,7 @@ scanned, rematerialized, two sequences of 4096 a GPU, SGD. Grouped matmuls are p
 from __future__ import annotations
 
 import functools
+import itertools
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -25,9 +26,9 @@ from rich.console import Console
 
 import jaxoverlap
 from benchmarks import frame
-from benchmarks.children import import_first, in_fork
+from benchmarks.children import each_in_fork, import_first
 from benchmarks.drawn.step import Built, lower
-from benchmarks.frame import Only, Written, chosen, in_ms, provenance, rows_in, write_rows
+from benchmarks.frame import Only, Written, chosen, in_ms, provenance
 from models import ragged
 
 LAYERS, SEQUENCE, PER_GPU, ROOM, HEAD = 8, 4096, 2, 2.0, 128
@@ -143,17 +144,9 @@ def measured(name: str, row: str) -> dict[str, Any]:
 def main(only: Only = None, out: Written = Path("out/ragged.jsonl")) -> None:
     """Compile and simulate; print a table."""
     import_first(["benchmarks.ragged"])
-    rows = rows_in(out)
-    for name in chosen("only", only, CASES):
-        for row in ("plain", "overlapped"):
-            made = in_fork(measured, name, row, timeout_s=CHILD_S)
-            rows[name, row] = {"step": name, "row": row, **made}
-            console.print(f"{name}, {row}: {in_ms(made.get('step_s'))} {made.get('error', '')}")
-            write_rows(out, rows.values())
-    sheet = frame.sheet("ragged experts, ms", COLUMNS, words=("step", "taken"))
-    for cells in table(list(rows.values())):
-        sheet.add_row(*cells)
-    console.print(sheet)
+    wanted = itertools.product(chosen("only", only, CASES), ("plain", "overlapped"))
+    made = table(each_in_fork(measured, wanted, out, CHILD_S, console))
+    console.print(frame.filled("ragged experts, ms", COLUMNS, made, words=("step", "taken")))
 
 
 def table(rows: list[frame.Row]) -> list[tuple[str, ...]]:

@@ -37,8 +37,8 @@ def pytest_configure(config: pytest.Config) -> None:
     """Keep the programs that a run compiles for CPU devices in pytest's cache, for all workers.
 
     Most of the time of the suite is XLA's, and many tests compile the same program: two trainers
-    that have to agree, a run and the one that resumes it. Each run starts without any: not all tests pass with
-    programs that are loaded (XLA does not serialize one again).
+    that have to agree, a run and the one that resumes it. Each run starts without any: not all
+    tests pass with programs that are loaded (XLA does not serialize one again).
     """
     if config.pluginmanager.hasplugin("cacheprovider"):
         folder = config.cache.mkdir("compiled")

@@ -289,7 +289,7 @@ class _Untyped:
     def is_transposed(self, eqn: JaxprEqn) -> bool:
         """Return whether JAX made an equation by transposing another: no user stated its sharding.
 
-        A remat's backward pass has what it computes again beside what is transposed.
+        A remat's backward pass also has equations that it computes again.
         """
         names = [*self.names, str(eqn.source_info.name_stack)]
         again = any("rematted_computation" in name for name in names)

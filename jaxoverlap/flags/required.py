@@ -19,7 +19,7 @@ from jaxoverlap.hardware.cluster import Cluster
 BY_COPY = "xla_gpu_collective_permute_mode"
 # Its values with which permutes inside a process take no SMs, as XLA_FLAGS may name them too.
 COPIES = frozenset(("COLLECTIVES_PEER_MEMORY", "COLLECTIVES_SYMMETRIC_MEMORY", "peer", "symmetric"))
-_MOST_GATHERED = "xla_gpu_all_gather_combine_threshold_bytes"
+MOST_GATHERED = "xla_gpu_all_gather_combine_threshold_bytes"
 
 
 class _Option(msgspec.Struct, forbid_unknown_fields=True):
@@ -137,7 +137,7 @@ def options_for(
     settings += NVLINK_STREAM if nvlink_stream else ()
     wanted = {s.name: s.value for s in settings if together or s.name != BY_COPY}
     if joined_bytes:
-        wanted |= {s.name: s.value for s in LAYERS_AHEAD} | {_MOST_GATHERED: str(joined_bytes)}
+        wanted |= {s.name: s.value for s in LAYERS_AHEAD} | {MOST_GATHERED: str(joined_bytes)}
     if least_sum is not None:
         wanted[_SUMS_APART] = str(min(2 * least_sum - 1, _MOST_JOINED))
     if least_matmul is not None and least_matmul < _MOST_MERGED_MIB << 20:

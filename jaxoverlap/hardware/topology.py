@@ -29,7 +29,7 @@ def cluster_of(mesh: Mesh, within_s: float = WITHIN_S) -> Cluster | None:
     """
     devices = list(mesh.devices.flat)
     pod = pod_of(mesh)
-    chip = pod.chip if pod else _chip_of(mesh)
+    chip = pod.chip if pod else chip_of(mesh)
     if chip is None:
         return None
     host = _hosts(mesh, within_s)
@@ -62,7 +62,7 @@ def axis_costs(mesh: Mesh, cluster: Cluster | None) -> dict[str, float]:
     Raises:
         DisagreementError: as `cluster_of`.
     """
-    links = cluster or pod_of(mesh) or _chip_of(mesh)
+    links = cluster or pod_of(mesh) or chip_of(mesh)
     if links is None:
         return dict.fromkeys(mesh.axis_names, 1.0)
     network = links.nvlink.bandwidth_bytes_per_s / links.network.bandwidth_bytes_per_s
@@ -103,7 +103,7 @@ def processes_of_one(mesh: Mesh, cluster: Cluster) -> int:
     return max(map(len, processes_by_block.values()))
 
 
-def _chip_of(mesh: Mesh) -> Chip | None:
+def chip_of(mesh: Mesh) -> Chip | None:
     """Return the GPU model that a mesh's devices call themselves."""
     kind = mesh.devices.flat[0].device_kind
     return next((chip for chip in chips() if chip.device_name == kind), None)

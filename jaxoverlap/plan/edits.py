@@ -109,7 +109,7 @@ class MovedFirst(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
         site: the matmul's number.
         lhs, rhs: the dim of each operand; None for one that stays. If both have one, it is
             contracted.
-        lhs_spec, rhs_spec: for an operand that is only resharded from another value, how it lies;
+        lhs_spec, rhs_spec: for an operand that is only resharded from another value, its sharding;
             that value is transposed instead, before it is resharded.
     """
 

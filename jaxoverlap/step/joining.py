@@ -11,12 +11,12 @@ from __future__ import annotations
 from collections import defaultdict
 
 from jaxoverlap.cost.model import CostModel
+from jaxoverlap.flags.required import MOST_GATHERED
 from jaxoverlap.plan.limits import JOINED_FOR_LATENCIES, LEAST_JOINED
 from jaxoverlap.simulation.replay import group_of
 from jaxoverlap.simulation.simulation import simulate
 from jaxoverlap.simulation.timeline import Spent
 
-GATHERS = "xla_gpu_all_gather_combine_threshold_bytes"
 SCATTERS = "xla_gpu_reduce_scatter_combine_threshold_bytes"
 _SMALL, _LARGE = 1 << 20, 1 << 30  # bytes, between which a gather's seconds are a straight line
 
@@ -41,4 +41,6 @@ def joining(text: str, cost: CostModel) -> list[dict[str, str]]:
     small_s, large_s = (cost.collective_s("all-gather", b, group) for b in (_SMALL, _LARGE))
     rate = (_LARGE - _SMALL) / (large_s - small_s)
     sizes = (int(times * (small_s * rate - _SMALL)) for times in JOINED_FOR_LATENCIES)
-    return [{GATHERS: str(size), SCATTERS: str(size // group.size)} for size in sizes if size > 0]
+    return [
+        {MOST_GATHERED: str(size), SCATTERS: str(size // group.size)} for size in sizes if size > 0
+    ]

@@ -8,7 +8,7 @@
 NCCL's blocks are contiguous. So where a device has several sequences, and their positions are
 sharded, XLA:GPU copies every gathered value behind its gather, and every sum before its scatter.
 With the positions first both are contiguous; the transposes around them join the element-wise
-kernels beside, or become layouts. Megatron's sequence parallelism keeps its activations as
+kernels next to them, or become layouts. Megatron's sequence parallelism keeps its activations as
 [s, b, d] for the same reason (Korthikanti et al., arXiv:2205.05198).
 """
 

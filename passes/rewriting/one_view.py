@@ -9,7 +9,7 @@ step. Its partitioner then gathers each reshape: q, k and v, or gate and up, gat
 times or twice, where a batch of two rows is gathered once.
 
 The same holds for a value that several equations broadcast along a dim of size 1, as all heads of
-queries and keys are turned by the same angles:
+queries and keys are rotated by the same angles:
 
     y = mul q cos ;  z = mul k cos                                    # cos: [b, s@model, 1, d]
 
@@ -101,9 +101,7 @@ def _broadcast(eqn: Any, repeated: Collection[Any], views: dict[Any, Any]) -> li
         if compat.is_literal(var) or var not in repeated:
             operands.append(var)
             continue
-        if var not in views:
-            views[var] = compat.squeezed_var(var)
-            made += inlining.inline(jnp.squeeze, [var], [views[var]], eqn)
+        made += _missing_view(var, views, eqn)
         operands.append(views[var])
         kept[number] = tuple(d for d, size in enumerate(var.aval.shape) if size != 1)
     fn = functools.partial(_elementwise, eqn, kept)
@@ -127,15 +125,20 @@ def _narrow(eqn: Any) -> set[Any]:
 
 def _viewed(eqn: Any, views: dict[Any, Any]) -> list[Any]:
     """Return the equations of a matmul on views of its operands, and those of missing views."""
-    made = []
-    for var in compat.variables(eqn.invars):
-        if var not in views:
-            views[var] = compat.squeezed_var(var) if 1 in var.aval.shape else var
-            if views[var] is not var:
-                made += inlining.inline(jnp.squeeze, [var], [views[var]], eqn)
+    made = [e for var in compat.variables(eqn.invars) for e in _missing_view(var, views, eqn)]
     operands = [v if compat.is_literal(v) else views[v] for v in eqn.invars]
     matmul = functools.partial(_matmul, eqn)
     return [*made, *inlining.inline(matmul, operands, eqn.outvars, eqn)]
+
+
+def _missing_view(var: Any, views: dict[Any, Any], like: Any) -> list[Any]:
+    """Give a value a view without its dims of size 1, if it has none; return its equations."""
+    if var in views:
+        return []
+    views[var] = compat.squeezed_var(var) if 1 in var.aval.shape else var
+    if views[var] is var:
+        return []
+    return list(inlining.inline(jnp.squeeze, [var], [views[var]], like))
 
 
 def _matmul(eqn: Any, lhs: jax.Array, rhs: jax.Array) -> jax.Array:

@@ -18,6 +18,7 @@ from jax.sharding import PartitionSpec as P
 import jaxoverlap
 from jaxoverlap.cost.find import cost_model
 from jaxoverlap.cost.groups import Group
+from jaxoverlap.flags.required import MOST_GATHERED
 from jaxoverlap.plan.edits import ShareViews
 from jaxoverlap.plan.halves import Halves
 from jaxoverlap.plan.plan import Decision, Plan, Predictions
@@ -26,7 +27,7 @@ from jaxoverlap.plan.speedup import Speedup
 from jaxoverlap.simulation.slower_rules import lost
 from jaxoverlap.simulation.timeline import Event, Timeline
 from jaxoverlap.step import never_slower, trial
-from jaxoverlap.step.joining import GATHERS, SCATTERS, joining
+from jaxoverlap.step.joining import SCATTERS, joining
 from jaxoverlap.step.never_slower import Comparison, CompiledStep, Unsimulated, choose, predicted
 from jaxoverlap.step.trial import Failure, Trial
 from tests.support.megatron import megatron
@@ -197,7 +198,7 @@ def test_sizes_of_joined_collectives_are_those_that_hide_latency():
     )
     cost = cost_model("h100-sxm:8x8")
     smaller, larger = joining(text, cost)
-    sizes = [int(options[GATHERS]) for options in (smaller, larger)]
+    sizes = [int(options[MOST_GATHERED]) for options in (smaller, larger)]
     assert sizes[1] / sizes[0] == pytest.approx(2, rel=1e-6)
     assert [int(options[SCATTERS]) for options in (smaller, larger)] == [n // 64 for n in sizes]
     group = Group(64, 8)
