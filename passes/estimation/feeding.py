@@ -57,19 +57,29 @@ class Feeding:
             self._waiting[fed] -= 1
 
     def next(self, fits: Callable[[int], bool]) -> int | None:
-        """Return the first task that fits of those before the nearest start; None if none does."""
+        """Return the first ready task that fits of those before the nearest start.
+
+        The first is so in XLA's order; if none of them fits, the next start's count. None if no
+        ready task fits.
+
+        Args:
+            fits: whether a task stays under the ceiling of memory.
+        """
         if not self._ready:
             return None
-        remaining_s = np.where(self._waiting > 0, self._remaining_s, np.inf)
-        first = self._first(int(remaining_s.argmin()), fits)
-        if first is not None:
-            return first
-        nearest = np.argsort(remaining_s, kind="stable")[: np.count_nonzero(self._waiting)]
-        return next((i for n in nearest if (i := self._first(int(n), fits)) is not None), None)
+        ready_s = np.where(self._waiting > 0, self._remaining_s, np.inf)
+        nearest = int(ready_s.argmin())
+        for index in self._ready:
+            if nearest in self._fed[index] and fits(index):
+                return index
+        fitting = [index for index in self._ready if fits(index)]
+        return min(fitting, key=self._nearest, default=None)
 
-    def _first(self, position: int, fits: Callable[[int], bool]) -> int | None:
-        """Return the first ready task that leads to a start, and fits."""
-        return next((i for i in self._ready if position in self._fed[i] and fits(i)), None)
+    def _nearest(self, index: int) -> tuple[float, int]:
+        """Return the seconds before the nearest start that a task leads to, and which one it is."""
+        fed = self._feeds[index]
+        first = int(self._remaining_s[fed].argmin())
+        return float(self._remaining_s[fed[first]]), int(fed[first])
 
     def remaining_s(self, index: int) -> float:
         """Return the seconds of compute before the nearest start that a task leads to."""

@@ -19,7 +19,6 @@ from __future__ import annotations
 
 import heapq
 from bisect import insort
-from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
@@ -85,7 +84,7 @@ def order_outcome(problem: Problem, order: Sequence[int]) -> OrderOutcome:
     for index in order:
         task = problem.tasks[index]
         clock.run(index, task)
-        memory.run(task)
+        memory.run(index)
         matmuls += task.is_matmul
         at[index] = matmuls
         if task.awaits is not None and at[task.awaits] == matmuls:
@@ -99,10 +98,14 @@ def order_outcome(problem: Problem, order: Sequence[int]) -> OrderOutcome:
 def on_the_way(problem: Problem, order: Sequence[int]) -> int:
     """Count the most collectives of an order in flight at a time, on a link or waiting for it."""
     clock, most = _Clock(frozenset(synchronous(problem, order).values())), 0
+    arrivals: list[float] = []  # a heap
     for index in order:
         clock.run(index, problem.tasks[index])
         if problem.tasks[index].flight:
-            most = max(most, sum(arrives > clock.now for arrives in clock.arrives.values()))
+            heapq.heappush(arrivals, clock.arrives[index])
+            while arrivals and arrivals[0] <= clock.now:
+                heapq.heappop(arrivals)
+            most = max(most, len(arrivals))
     return most
 
 
@@ -129,8 +132,8 @@ def live_bytes(problem: Problem, order: Sequence[int]) -> Iterator[int]:
     """Yield the bytes live while each task of an order runs, its scratch memory included."""
     memory = _Memory(problem)
     for index in order:
-        yield memory.after(problem.tasks[index])
-        memory.run(problem.tasks[index])
+        yield memory.after(index)
+        memory.run(index)
 
 
 def list_schedule(problem: Problem, rule: Rule) -> list[int]:
@@ -155,15 +158,15 @@ def _late(problem: Problem, anchors: Sequence[int]) -> Iterator[int]:
     that must not be on its way beside what comes next.
     """
     emitted: set[int] = set()
-    done_of = {task.awaits: i for i, task in enumerate(problem.tasks) if task.awaits is not None}
-    rest = [i for i, task in enumerate(problem.tasks) if not task.anchored]
-    for index in (*anchors, *rest):
+    tasks, apart, done_of = problem.tasks, problem.apart, problem.dones
+    for index in (*anchors, *problem.unanchored):
         stack = [index]
         while stack:
             at = stack[-1]
-            needs = problem.tasks[at].needs
-            avoided = (done_of[n] for n in problem.apart.get(at, _NONE) & emitted & done_of.keys())
-            needs += tuple(d for d in avoided if emitted.issuperset(problem.tasks[d].needs))
+            needs = tasks[at].needs
+            if at in apart:
+                avoided = (done_of[n] for n in apart[at] & emitted & done_of.keys())
+                needs += tuple(d for d in avoided if emitted.issuperset(tasks[d].needs))
             missing = [n for n in needs if n not in emitted]
             if missing:
                 stack += sorted(missing, reverse=True)
@@ -201,30 +204,35 @@ class _Clock:
 
 
 class _Memory:
-    """The live bytes, as tasks are put one after the other."""
+    """The live bytes, as tasks are put one after the other.
+
+    The bytes that each task would add are kept up to date, as rules ask for them far more often
+    than a buffer comes to life.
+    """
 
     def __init__(self, problem: Problem):
-        self._bytes, self._kept = problem.buffer_bytes, problem.kept
-        self._uses = Counter(buffer for task in problem.tasks for buffer in task.holds)
-        self._live: set[int] = set()
+        self._problem = problem
+        self._new_bytes = problem.own_bytes.copy()  # of buffers that are not live yet, by task
+        self._to_run = [len(holders) for holders in problem.holders]  # by buffer
+        self._seen = bytearray(len(problem.holders))  # by buffer: whether it has come to life
         self.live = self.peak = 0
 
-    def after(self, task: Task) -> int:
+    def after(self, index: int) -> int:
         """Return the live bytes while a task would run now."""
-        new = set(task.holds) - self._live
-        return self.live + task.extra_bytes + sum(self._bytes[b] for b in new)
+        return self.live + self._new_bytes[index]
 
-    def run(self, task: Task) -> None:
-        self.peak = max(self.peak, self.after(task))
-        for buffer in task.holds:
-            if buffer not in self._live:
-                self._live.add(buffer)
-                self.live += self._bytes[buffer]
-        for buffer in task.holds:
-            self._uses[buffer] -= 1
-            if not self._uses[buffer] and buffer not in self._kept:
-                self._live.discard(buffer)
-                self.live -= self._bytes[buffer]
+    def run(self, index: int) -> None:
+        self.peak = max(self.peak, self.after(index))
+        sizes, kept, holders = self._problem.buffer_bytes, self._problem.kept, self._problem.holders
+        for buffer in self._problem.tasks[index].holds:
+            if not self._seen[buffer]:
+                self._seen[buffer] = True
+                self.live += sizes[buffer]
+                for holder in holders[buffer]:
+                    self._new_bytes[holder] -= sizes[buffer]
+            self._to_run[buffer] -= 1
+            if not self._to_run[buffer] and buffer not in kept:
+                self.live -= sizes[buffer]
 
 
 class _Scheduler:
@@ -293,7 +301,7 @@ class _Scheduler:
             at = pending.pop()
             task = self._tasks[at]
             self._clock.run(at, task)
-            self._memory.run(task)
+            self._memory.run(at)
             self._computed += task.seconds
             if task.flight:
                 self._on_the_way.add(at)
@@ -362,7 +370,7 @@ class _Scheduler:
         return False
 
     def _fits(self, index: int) -> bool:
-        return self._memory.after(self._tasks[index]) <= self._rule.ceiling_bytes
+        return self._memory.after(index) <= self._rule.ceiling_bytes
 
     def _computes(self, index: int) -> bool:
         task = self._tasks[index]

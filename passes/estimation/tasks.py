@@ -38,7 +38,7 @@ class Task:
         seconds: time on the compute lane; 0 for what only names a value.
         flight: the collective of an asynchronous start.
         awaits: the start of a done.
-        holds: the buffers it reads and writes.
+        holds: the buffers it reads and writes, each once.
         extra_bytes: further bytes that it needs while it runs, as a loop's body does.
         is_matmul: whether it is a matmul or holds some; what is bound by arithmetic shares memory's
             bandwidth best.
@@ -85,6 +85,31 @@ class Problem:
             for need in set(task.needs):
                 users[need].append(index)
         return users
+
+    @functools.cached_property
+    def dones(self) -> dict[int, int]:
+        """The done of each start that has one."""
+        return {task.awaits: i for i, task in enumerate(self.tasks) if task.awaits is not None}
+
+    @functools.cached_property
+    def unanchored(self) -> list[int]:
+        """The tasks that run just before their first user."""
+        return [index for index, task in enumerate(self.tasks) if not task.anchored]
+
+    @functools.cached_property
+    def holders(self) -> list[list[int]]:
+        """The tasks that hold each buffer."""
+        holders: list[list[int]] = [[] for _ in self.buffer_bytes]
+        for index, task in enumerate(self.tasks):
+            for buffer in task.holds:
+                holders[buffer].append(index)
+        return holders
+
+    @functools.cached_property
+    def own_bytes(self) -> list[int]:
+        """The bytes that each task needs while it runs: its buffers and its scratch memory."""
+        sizes = self.buffer_bytes
+        return [task.extra_bytes + sum(sizes[b] for b in task.holds) for task in self.tasks]
 
     @functools.cached_property
     def deadlines(self) -> list[float]:
