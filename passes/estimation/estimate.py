@@ -25,7 +25,7 @@ from jaxoverlap.passes.estimation.list_schedule import (
     Turn,
     list_schedule,
     order_outcome,
-    waits,
+    waits_by_start,
 )
 from jaxoverlap.passes.estimation.tasks import Flight, Problem, Task
 from jaxoverlap.plan.collectives import OPCODES, PERMUTE
@@ -241,7 +241,7 @@ class _Estimator:
         wire_s = sum(task.flight.seconds for task in tasks if task.flight)
         hidden = 1 - min((step_s - compute_s) / wire_s, 1.0) if wire_s else 0.0
         waited_s = dict[tuple[str, str], float](total.waited_s)
-        for index, seconds in waits(problem, order).items():
+        for index, seconds in waits_by_start(problem, order).items():
             position = name, flights[index]
             waited_s[position] = waited_s.get(position, 0.0) + seconds
         return replace(

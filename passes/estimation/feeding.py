@@ -1,11 +1,12 @@
 """Choose which task computes next: the one that leads to the start of a collective soonest.
 
-Two parts of a split batch run through the same layers. If the task with the longest path to the end
-always ran first, the parts would advance in lockstep, as the part that is behind has the longer
-path; their collectives would then start together, with no kernel to hide behind. Here the task
-nearest to the start of its next collective runs first, so that one part runs ahead and computes
-while the other part's collective is in flight. (A start is the first of the two HLO instructions of
-an asynchronous collective.)
+Where a batch is split in two, both parts run through the same layers, and the kernels of one are to
+hide the collectives of the other. If the task with the longest path to the end always ran first,
+the parts would advance in lockstep, as the part that is behind has the longer path; their
+collectives would then start together, with no kernel to hide behind. Here the task nearest to the
+start of its next collective runs first, so that one part runs ahead and computes while the other
+part's collective is in flight. (A start is the first of the two HLO instructions of an asynchronous
+collective.)
 """
 
 from __future__ import annotations
@@ -17,8 +18,8 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 
-class Feeding:
-    """The tasks that are ready and lead to a collective.
+class NearestCollective:
+    """The tasks that are ready and lead to a collective, and which of them is nearest to one.
 
     A task of an unrolled step leads to hundreds of starts, so what is known of starts is in arrays.
     """
@@ -35,8 +36,8 @@ class Feeding:
         self._seconds = seconds
         self._feeds = [np.array([position[start] for start in fed], int) for fed in feeds]
         self._fed = [frozenset(fed.tolist()) for fed in self._feeds]
-        self._remaining_s = np.zeros(len(starts))  # of compute before each start
-        self._waiting = np.zeros(len(starts), int)  # ready tasks that lead to each start
+        self._remaining_s = np.zeros(len(starts))  # of all tasks left that lead to each start
+        self._ready_feeders = np.zeros(len(starts), int)  # ready tasks that lead to each start
         self._ready: list[int] = []  # tasks
         for fed, own_s in zip(self._feeds, seconds, strict=True):
             self._remaining_s[fed] += own_s
@@ -45,7 +46,7 @@ class Feeding:
         """Take note that a task could run."""
         if self._feeds[index].size:
             insort(self._ready, index)
-            self._waiting[self._feeds[index]] += 1
+            self._ready_feeders[self._feeds[index]] += 1
 
     def run(self, index: int) -> None:
         """Take note that a task has run."""
@@ -54,7 +55,7 @@ class Feeding:
         at = bisect_left(self._ready, index)
         if at < len(self._ready) and self._ready[at] == index:
             del self._ready[at]
-            self._waiting[fed] -= 1
+            self._ready_feeders[fed] -= 1
 
     def next(self, fits: Callable[[int], bool]) -> int | None:
         """Return the first ready task that fits of those before the nearest start.
@@ -67,7 +68,7 @@ class Feeding:
         """
         if not self._ready:
             return None
-        ready_s = np.where(self._waiting > 0, self._remaining_s, np.inf)
+        ready_s = np.where(self._ready_feeders > 0, self._remaining_s, np.inf)
         nearest = int(ready_s.argmin())
         for index in self._ready:
             if nearest in self._fed[index] and fits(index):
@@ -87,24 +88,24 @@ class Feeding:
 
 
 def starts_fed(
-    flies: Sequence[bool], leads: Sequence[bool], users: Sequence[Sequence[int]]
+    is_start: Sequence[bool], wanted: Sequence[bool], users: Sequence[Sequence[int]]
 ) -> list[tuple[int, ...]]:
     """List for each of some tasks the starts that it leads to, with no other start in between.
 
     Args:
-        flies: whether each task is a start.
-        leads: whether the list is wanted for each task; the others get an empty one.
+        is_start: whether each task is a start.
+        wanted: whether the list is wanted for each task; the others get an empty one.
         users: the tasks that need each task; all come after it, so one walk backwards is enough.
     """
-    starts = [index for index, is_start in enumerate(flies) if is_start]
+    starts = [index for index, starts_here in enumerate(is_start) if starts_here]
     bit = {start: 1 << position for position, start in enumerate(starts)}
-    masks = [0] * len(flies)
-    for index in reversed(range(len(flies))):
+    masks = [0] * len(is_start)
+    for index in reversed(range(len(is_start))):
         for user in users[index]:
-            masks[index] |= bit[user] if flies[user] else masks[user]
+            masks[index] |= bit[user] if is_start[user] else masks[user]
     return [
-        tuple(starts[position] for position in _bits(mask)) if wanted else ()
-        for mask, wanted in zip(masks, leads, strict=True)
+        tuple(starts[position] for position in _bits(mask)) if listed else ()
+        for mask, listed in zip(masks, wanted, strict=True)
     ]
 
 

@@ -2,17 +2,18 @@
 
 Plain values, no XLA: `passes/scheduling/reorder.py` makes them of a computation. A list scheduler
 after Graham (1966), with one lane that computes and one for each class of links: it walks through
-time, and always takes the first task of XLA's order that can run. A collective waits for those
-before it on its link and on its communication stream. Two things differ from XLA's own scheduler. A
-start is issued as soon as its operands are computed and its lead (`Rule.leads`) is reached, so that
-the kernels that hide it come after it. And while a collective is in flight, any other task that is
-ready may run; where a rule says so (`turn`), the task with the longest path to the end runs first,
-and the others fill the waits (Hu, Operations Research 9, 1961).
+time, and of the tasks that can run takes the one whose turn it is by the rule (`Rule.turn`). A
+collective waits for those before it on its link and on its communication stream. Two things differ
+from XLA's own scheduler. A start is issued as soon as its operands are computed and its lead
+(`Rule.leads`) is reached, so that the kernels that hide it come after it. And while a collective is
+in flight, any other task that is ready may run; where a rule says so, the task with the longest
+path to the end runs first, and the others fill the waits (Hu, Operations Research 9, 1961).
 
 Words: a *start* and a *done* are the two HLO instructions of an asynchronous collective; it is *in
 flight* between them. A *lane* is what runs one task at a time: the compute units, or a class of
-links. An *anchored* task is a start or a kernel; any other only names a value, and comes just
-before the first task that needs it.
+links. An *anchored* task is a start or a kernel; any other (a done, or what only names a value) is
+placed just before the first task that needs it. A task's *deadline* is the compute before its first
+use, in seconds. `Problem.apart` has the starts that must not be in flight while a task runs.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
-from jaxoverlap.passes.estimation.feeding import Feeding
+from jaxoverlap.passes.estimation.feeding import NearestCollective
 from jaxoverlap.passes.estimation.synchronous import synchronous
 from jaxoverlap.passes.estimation.tasks import Problem, Task
 
@@ -63,13 +64,13 @@ class OrderOutcome:
     Attributes:
         seconds: from the first task to the end of the last, collectives included.
         peak_bytes: the most that is live at a time; operands of the computation not counted.
-        exposed: starts of the exposed collectives: those with no matmul before their done.
+        unhidden: the starts with no matmul between them and their done.
         clashes: how often a collective starts while one is in flight that it must not overlap.
     """
 
     seconds: float
     peak_bytes: int
-    exposed: tuple[int, ...]
+    unhidden: tuple[int, ...]
     clashes: int = 0
 
 
@@ -79,7 +80,7 @@ def order_outcome(problem: Problem, order: Sequence[int]) -> OrderOutcome:
     Those that XLA makes synchronous wait for no stream.
     """
     clock, memory = _Clock(frozenset(synchronous(problem, order).values())), _Memory(problem)
-    matmuls, exposed, at = 0, list[int](), dict[int, int]()
+    matmuls, unhidden, at = 0, list[int](), dict[int, int]()
     flying, clashes = set[int](), 0
     for index in order:
         task = problem.tasks[index]
@@ -88,15 +89,18 @@ def order_outcome(problem: Problem, order: Sequence[int]) -> OrderOutcome:
         matmuls += task.is_matmul
         at[index] = matmuls
         if task.awaits is not None and at[task.awaits] == matmuls:
-            exposed.append(task.awaits)
+            unhidden.append(task.awaits)
         clashes += len(problem.apart.get(index, _NONE) & flying)
         flying ^= {index} if task.flight else {task.awaits} if task.awaits is not None else _NONE
     seconds = max(clock.now, *clock.arrives.values(), 0.0)
-    return OrderOutcome(seconds, memory.peak, tuple(exposed), clashes)
+    return OrderOutcome(seconds, memory.peak, tuple(unhidden), clashes)
 
 
-def on_the_way(problem: Problem, order: Sequence[int]) -> int:
-    """Count the most collectives of an order in flight at a time, on a link or waiting for it."""
+def most_unarrived(problem: Problem, order: Sequence[int]) -> int:
+    """Count the most collectives of an order that are issued but not complete at a time.
+
+    Such a one is on its link or waits for it; its done may come much later.
+    """
     clock, most = _Clock(frozenset(synchronous(problem, order).values())), 0
     arrivals: list[float] = []  # a heap
     for index in order:
@@ -109,11 +113,11 @@ def on_the_way(problem: Problem, order: Sequence[int]) -> int:
     return most
 
 
-def waits(problem: Problem, order: Sequence[int]) -> dict[int, float]:
+def waits_by_start(problem: Problem, order: Sequence[int]) -> dict[int, float]:
     """Return the seconds for which the kernels wait for each start of an order.
 
-    A wait counts for the collectives that run meanwhile and that the one awaited stands behind, on
-    its link or on its stream.
+    A wait is split over the collective that is awaited and those ahead of it, on its link or its
+    stream, that run meanwhile.
     """
     clock, waited = _Clock(), dict[int, float]()
     for index in order:
@@ -138,24 +142,24 @@ def live_bytes(problem: Problem, order: Sequence[int]) -> Iterator[int]:
 
 def list_schedule(problem: Problem, rule: Rule) -> list[int]:
     """Order the problem's tasks by a rule, every task after those that it needs."""
-    return list(_late(problem, _Scheduler(problem, rule).anchors()))
+    return list(_place_others_late(problem, _Scheduler(problem, rule).anchors()))
 
 
-def earlier(problem: Problem, order: Sequence[int], start: int) -> list[int]:
+def move_start_earlier(problem: Problem, order: Sequence[int], start: int) -> list[int]:
     """Move one start of an order, and what it needs, before the last matmul in front of it."""
     anchors = [index for index in order if problem.tasks[index].anchored]
     front = anchors[: anchors.index(start)]
     matmuls = [at for at, index in enumerate(front) if problem.tasks[index].is_matmul]
     at = matmuls[-1] if matmuls else 0
     rest = [index for index in anchors[at:] if index != start]
-    return list(_late(problem, [*front[:at], start, *rest]))
+    return list(_place_others_late(problem, [*front[:at], start, *rest]))
 
 
-def _late(problem: Problem, anchors: Sequence[int]) -> Iterator[int]:
+def _place_others_late(problem: Problem, anchors: Sequence[int]) -> Iterator[int]:
     """Yield all tasks: the anchors in order, each other just before the first that needs it.
 
-    So a done waits no sooner than it must, however wrong the predicted seconds are; but for one
-    that must not be on its way beside what comes next.
+    So a done comes no sooner than it must, however wrong the predicted seconds are; except that of
+    a collective that must not be in flight beside the next anchor (`Problem.apart`).
     """
     emitted: set[int] = set()
     tasks, apart, done_of = problem.tasks, problem.apart, problem.dones
@@ -246,9 +250,9 @@ class _Scheduler:
         self._rank: Sequence[float] = range(len(self._tasks))  # who computes first: the least
         if rule.turn in ("path", "feed", "wait"):
             self._rank = [-seconds for seconds in problem.paths]
-        self._feeding: Feeding | None = None
+        self._feeding: NearestCollective | None = None
         if rule.turn in ("feed", "wait"):
-            self._feeding = Feeding(problem.feeds, [task.seconds for task in self._tasks])
+            self._feeding = NearestCollective(problem.feeds, [task.seconds for task in self._tasks])
         flights = (task.flight for task in self._tasks if task.flight)
         self._longest_lead_s = max((rule.leads[f.lane] * f.seconds for f in flights), default=0.0)
         self._computed = 0.0
@@ -262,7 +266,7 @@ class _Scheduler:
         self._order: list[int] = []
 
     def anchors(self) -> list[int]:
-        """Return the scheduled tasks in order."""
+        """Return the starts and the kernels, in order."""
         for index in [i for i, missing in enumerate(self._missing) if not missing]:
             self._arrive(index)
         while True:
@@ -360,7 +364,7 @@ class _Scheduler:
                 return self._ready.pop(position)
         return None
 
-    def _feeds_sooner(self, feeding: Feeding, nearest: int) -> bool:
+    def _feeds_sooner(self, feeding: NearestCollective, nearest: int) -> bool:
         """Return whether a collective on its way sets off the next one sooner than a task would."""
         own_s, remaining_s = self._tasks[nearest].seconds, feeding.remaining_s(nearest)
         for arrives, done in self._flying:

@@ -24,9 +24,9 @@ from jaxoverlap.passes.estimation.list_schedule import (
     OrderOutcome,
     Rule,
     Turn,
-    earlier,
     list_schedule,
-    on_the_way,
+    most_unarrived,
+    move_start_earlier,
     order_outcome,
 )
 from jaxoverlap.passes.estimation.memory_limits import rooms
@@ -192,7 +192,7 @@ def best(
     def cost(one: _Ordered) -> tuple[int, int, int]:
         outcome = one[1]
         worth = 1 + _MEMORY * outcome.peak_bytes / ceiling_bytes if ceiling_bytes else 1
-        return round(outcome.seconds * worth / unit), len(outcome.exposed), outcome.peak_bytes
+        return round(outcome.seconds * worth / unit), len(outcome.unhidden), outcome.peak_bytes
 
     def cheapest(several: Sequence[_Ordered]) -> _Ordered:
         allowed = [
@@ -203,9 +203,9 @@ def best(
         return min(allowed or several[:1], key=cost)
 
     chosen = cheapest(orders)
-    for start in chosen[1].exposed:
-        order = earlier(problem, chosen[0], start)
-        if on_the_way(problem, order) <= in_flight:
+    for start in chosen[1].unhidden:
+        order = move_start_earlier(problem, chosen[0], start)
+        if most_unarrived(problem, order) <= in_flight:
             chosen = cheapest([chosen, *_compiled(problem, order)])
     return chosen
 

@@ -110,7 +110,7 @@ def _row(name: str, order: NewOrder) -> tuple[str, ...]:
         str(len(order.names)),
         _ms(before.seconds),
         _ms(after.seconds),
-        f"{len(before.exposed)} → {len(after.exposed)}",
+        f"{len(before.unhidden)} → {len(after.unhidden)}",
         human_bytes(before.peak_bytes),
         human_bytes(after.peak_bytes),
     )

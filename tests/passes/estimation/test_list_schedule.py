@@ -15,10 +15,10 @@ from jaxoverlap.passes.estimation.list_schedule import (
     OrderOutcome,
     Rule,
     Turn,
-    earlier,
     list_schedule,
     live_bytes,
-    on_the_way,
+    most_unarrived,
+    move_start_earlier,
     order_outcome,
 )
 from jaxoverlap.passes.estimation.synchronous import ahead, as_compiled, synchronous
@@ -102,7 +102,9 @@ def test_every_rule_gives_an_order(problem: Problem, rule: Rule, ceiling: int):
     compute_s = sum(task.seconds for task in problem.tasks)
     assert outcome.seconds >= compute_s
     assert outcome.seconds <= compute_s + sum(t.flight.seconds for t in problem.tasks if t.flight)
-    assert all(is_order(problem, earlier(problem, order, exposed)) for exposed in outcome.exposed)
+    assert all(
+        is_order(problem, move_start_earlier(problem, order, start)) for start in outcome.unhidden
+    )
 
 
 @given(st.lists(st.tuples(st.integers(1, 5), st.booleans()), min_size=2, max_size=6), st.data())
@@ -153,7 +155,7 @@ def test_what_only_other_kernels_hide_starts_before_a_matmul_where_that_costs_no
     held, eager = (order_outcome(xla, order) for order in leads)
     compute_s = sum(task.seconds for task in xla.tasks)
     assert held == OrderOutcome(compute_s, 0, (1,)) and eager.seconds > compute_s
-    assert earlier(xla, leads[0], 1)[:3] == [0, 1, 2]
+    assert move_start_earlier(xla, leads[0], 1)[:3] == [0, 1, 2]
     assert best(xla, UNBOUND, 8)[1] == OrderOutcome(compute_s, 0, ())
 
 
@@ -162,10 +164,10 @@ def test_a_start_is_not_put_earlier_where_too_many_would_be_on_their_way():
     other, kernel = start(5, lane="slow"), Task((1, 2), 5)
     problem = of(other, compute(5), done(0), start(2), kernel, done(3), Task((4, 5), 1))
     order = range(7)
-    assert order_outcome(problem, order).exposed == (3,) and on_the_way(problem, order) == 1
-    assert on_the_way(problem, earlier(problem, order, 3)) == 2
+    assert order_outcome(problem, order).unhidden == (3,) and most_unarrived(problem, order) == 1
+    assert most_unarrived(problem, move_start_earlier(problem, order, 3)) == 2
     alone, both = best(problem, UNBOUND, 1), best(problem, UNBOUND, 2)
-    assert on_the_way(problem, alone[0]) == 1 and len(alone[1].exposed) == 1
+    assert most_unarrived(problem, alone[0]) == 1 and len(alone[1].unhidden) == 1
     assert both[1] == OrderOutcome(alone[1].seconds, 0, ())
 
 
