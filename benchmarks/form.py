@@ -22,7 +22,7 @@ from benchmarks import frame
 from benchmarks.children import import_first, in_fork
 from jaxoverlap._util.text import table
 from jaxoverlap.cli.configure_model import simulate_one
-from jaxoverlap.cost.find import cost_or_facts
+from jaxoverlap.cost.find import cost_or_data_sheet
 from jaxoverlap.hardware.cluster import parse_cluster
 from jaxoverlap.parallelism.configuration import AXES, Configuration
 from jaxoverlap.parallelism.iteration_time import IterationTime
@@ -65,7 +65,7 @@ class Case:
     def predicted(self) -> tuple[float, float]:
         """The form's seconds of a step and bytes of a device."""
         cluster, config = parse_cluster(self.pod), self.configuration
-        times = IterationTime(self.model, cost_or_facts(cluster), JAX, global_batch=self.batch)
+        times = IterationTime(self.model, cost_or_data_sheet(cluster), JAX, global_batch=self.batch)
         seconds = times.terms(config, place(config, cluster)).step_s
         return seconds, peak(self.model, config, JAX, self.batch).total
 

@@ -26,7 +26,7 @@ from benchmarks.children import import_first, in_fork
 from benchmarks.frame import Only, Written, chosen, conclude, in_ms, rows_in, sheet, write_rows
 from benchmarks.pods.child import measure
 from benchmarks.pods.suite import SCHEDULED, STEPS, Step
-from jaxoverlap.cost.find import cost_or_facts
+from jaxoverlap.cost.find import cost_or_data_sheet
 from jaxoverlap.hardware.cluster import parse_cluster
 from jaxoverlap.parallelism.configuration import Configuration
 from jaxoverlap.parallelism.iteration_time import IterationTime
@@ -94,7 +94,7 @@ def ranked(step: Step) -> list[Ranked]:
     """The meshes of a step's two axes that are legal and fit, fastest first by the form."""
     cluster = parse_cluster(step.pod)
     model, batch = described(step)
-    times = IterationTime(model, cost_or_facts(cluster), EINSUMS, global_batch=batch)
+    times = IterationTime(model, cost_or_data_sheet(cluster), EINSUMS, global_batch=batch)
     budget = cluster.chip.memory_bytes / EINSUMS.reserve
     found = []
     for axes in meshes(step, cluster.num_devices):

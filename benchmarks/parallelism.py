@@ -27,7 +27,7 @@ from benchmarks.published.recipes import (
 )
 from benchmarks.published.stacks import MEGATRON_DEEPSPEED
 from jaxoverlap._util.text import table
-from jaxoverlap.cost.find import cost_model, cost_or_facts
+from jaxoverlap.cost.find import cost_model, cost_or_data_sheet
 from jaxoverlap.cost.model import CostModel
 from jaxoverlap.hardware.cluster import Link, parse_cluster
 from jaxoverlap.parallelism.configuration import Configuration, Recompute
@@ -170,7 +170,7 @@ def korthikanti_rows() -> Iterator[tuple[str, str, float, StepTerms]]:
     for name, gpus, pipeline, pieces, micro_batch, batch, full_s, selective_s in _KORTHIKANTI:
         cluster = parse_cluster(f"a100-sxm-80:{gpus // 8}x8")
         times = IterationTime(
-            named_model(name), cost_or_facts(cluster), MEGATRON, global_batch=batch
+            named_model(name), cost_or_data_sheet(cluster), MEGATRON, global_batch=batch
         )
         both: tuple[tuple[Recompute, float], ...] = (("full", full_s), ("selective", selective_s))
         for recompute, measured_s in both:
@@ -326,7 +326,7 @@ def large_runs() -> str:
     lines = []
     for model, config, pod, batch, stack, published in LARGE_RUNS:
         cluster = parse_cluster(pod)
-        times = IterationTime(model, cost_or_facts(cluster), stack, global_batch=batch)
+        times = IterationTime(model, cost_or_data_sheet(cluster), stack, global_batch=batch)
         step_s = times.terms(config, place(config, cluster)).step_s
         tokens, passes = batch * model.sequence, 4 if config.recompute == "full" else 3
         scores = model.layers * model.query_hidden * model.sequence * (1 if stack.causal else 2)
@@ -351,7 +351,7 @@ def searched() -> str:
         ("gpt-175b", "a100-sxm-80:64x8", 1536),
     ):
         model, cluster, space = named_model(name), parse_cluster(pod), Space(axes={})
-        times = IterationTime(model, cost_or_facts(cluster), JAX, global_batch=batch)
+        times = IterationTime(model, cost_or_data_sheet(cluster), JAX, global_batch=batch)
         found = search(model, cluster, times, space=space, keep=1)
         candidates = 6 * sum(1 for _ in splits(model, cluster, batch, space, JAX))
         layouts = 6 * model.layers * np.log10(9)
@@ -372,7 +372,7 @@ def brute_force(model: Transformer, pod: str, batch: int, stack: Stack) -> float
     from jaxoverlap.parallelism.memory import peak
 
     cluster = parse_cluster(pod)
-    times = IterationTime(model, cost_or_facts(cluster), stack, global_batch=batch)
+    times = IterationTime(model, cost_or_data_sheet(cluster), stack, global_batch=batch)
     budget, best_s = cluster.chip.memory_bytes / stack.reserve, np.inf
     for split in splits(model, cluster, batch, Space(axes={}), stack):
         for zero_stage in (0, *stack.zero_stages):

@@ -19,20 +19,20 @@ def cost_model(
     matmul_share: float | None = None,
     loops: bool = False,
 ) -> CostModel:
-    """The cost model of a cluster, with the package's tables of its chip or with a file's.
+    """The cost model of a cluster, which gives the seconds of its kernels and collectives.
 
     Args:
         cluster: what `parse_cluster` takes or gives. May be left out where `table` is the work of
             `python -m jaxoverlap.calibrate --here` or `--from-profile`: then it is what that found.
-        table: a file of tables to take in place of the package's.
+        table: a file of tables to take in place of the package's, for the chip.
         matmul_share: price the chip by its data sheet instead, with matmuls at this share of the
             peak (`jaxoverlap.cost.facts`): for a chip that has no tables.
         loops: price matmuls as the package's tables were measured, in loops of nothing else, and
-            not as they run in a step.
+            not as they run in a step; not used with `table` or `matmul_share`.
 
     Raises:
-        ValueError: for `table` and `matmul_share` together, a share that is none, a cluster that
-            does not parse, a chip that has no tables, or a file that is no table of this chip.
+        ValueError: for no cluster, `table` and `matmul_share` together, a share that is none, a
+            cluster that does not parse, a chip without tables, or a file that is no table of it.
     """
     if table is not None and matmul_share is not None:
         raise ValueError(f"table={table} and matmul_share={matmul_share}: give one of these")
@@ -67,11 +67,11 @@ def _packaged(chip: Chip, *, loops: bool) -> ChipTables:
     return tables if loops else with_steps_matmuls(chip, tables)
 
 
-def cost_or_facts(cluster: Cluster) -> CostModel:
+def cost_or_data_sheet(cluster: Cluster) -> CostModel:
     """The cost model by the package's tables, or by the data sheet of a chip that has none."""
-    return cost_model(cluster, matmul_share=None if has_cost_model(cluster) else MATMUL_SHARE)
+    return cost_model(cluster, matmul_share=None if has_packaged_tables(cluster) else MATMUL_SHARE)
 
 
-def has_cost_model(cluster: Cluster) -> bool:
+def has_packaged_tables(cluster: Cluster) -> bool:
     """Return whether the package has tables of a cluster's chip."""
     return measured.packaged(cluster.chip.name) is not None

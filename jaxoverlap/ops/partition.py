@@ -21,7 +21,7 @@ from jaxoverlap._jax.operations import specs
 from jaxoverlap._jax.operations.options import compiler_option
 from jaxoverlap._jax.operations.question import DeviceProgram, Operation, Partition, Wish
 from jaxoverlap._util.text import short_source
-from jaxoverlap.cost.find import cost_model, has_cost_model
+from jaxoverlap.cost.find import cost_model, has_packaged_tables
 from jaxoverlap.cost.groups import groups_of
 from jaxoverlap.flags import is_gpu, options_for
 from jaxoverlap.flags.required import BY_COPY, COPIES, why_one_stream
@@ -124,7 +124,9 @@ def _permutes_are_copies() -> bool:
 @functools.lru_cache(maxsize=32)
 def _terms(mesh: Mesh, by_copy: bool) -> Terms:
     cluster = cluster_of(mesh)
-    cost = cost_model(cluster) if cluster and has_cost_model(cluster) and is_gpu(mesh) else None
+    cost = (
+        cost_model(cluster) if cluster and has_packaged_tables(cluster) and is_gpu(mesh) else None
+    )
     groups = groups_of(mesh, None)
     if not by_copy:
         groups = {axis: replace(group, by_copy=False) for axis, group in groups.items()}

@@ -14,7 +14,8 @@ from jaxoverlap.parallelism.model import Transformer
 from jaxoverlap.parallelism.stack import Stack
 
 Recompute = Literal["none", "selective", "full"]
-AXES: tuple[str, ...] = ("pipeline", "data", "fsdp", "expert", "context", "model")  # slowest first
+# Major to minor: devices along the last axis are adjacent.
+AXES: tuple[str, ...] = ("pipeline", "data", "fsdp", "expert", "context", "model")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,7 +68,7 @@ class Configuration:
 
     @property
     def axes(self) -> dict[str, int]:
-        """Return the size of each axis, slowest first."""
+        """Return the size of each axis, major to minor."""
         return {axis: getattr(self, axis) for axis in AXES}
 
     @property
@@ -110,7 +111,7 @@ class Configuration:
         return max(sum(layers[s :: self.pipeline]) for s in stages)
 
     def shard_share(self, model: Transformer) -> float:
-        """Return a device's share of FSDP's weights, whose first dim is padded to equal shards."""
+        """Return the fraction of a stage's parameters on a device of `fsdp`; shards are padded."""
         return -(-model.hidden // self.fsdp) / model.hidden
 
     def illegal(self, model: Transformer, global_batch: int, stack: Stack | None = None) -> str:
@@ -148,11 +149,11 @@ class Configuration:
             self.expert > 1 and (not model.experts or bool(model.experts % self.expert)),
             f"{model.experts} experts over expert={self.expert}",
         )
-        rows = self.context * (self.model if self.splits_rows else 1)
+        rows = self.context * (self.model if self.splits_sequence else 1)
         yield (
             bool(model.sequence % rows),
             f"a sequence of {model.sequence} over context={self.context}"
-            + (f" and model={self.model}" if self.splits_rows else ""),
+            + (f" and model={self.model}" if self.splits_sequence else ""),
         )
         yield self.fsdp > model.hidden, f"hidden size {model.hidden} over fsdp={self.fsdp}"
         yield bool(global_batch % per_step), f"a batch of {global_batch} in parts of {per_step}"
@@ -173,7 +174,7 @@ class Configuration:
         )
 
     @property
-    def splits_rows(self) -> bool:
+    def splits_sequence(self) -> bool:
         """Whether tensor parallelism splits the sequence between matmuls."""
         return self.sequence_parallel and self.model > 1
 
@@ -202,7 +203,7 @@ class Chosen:
 
     Attributes:
         configuration: the split.
-        order: its placement: the axes over the devices, slowest first.
+        order: its placement: the axes over the devices, major to minor.
         global_batch, cluster: what it was made for; None in a file that says nothing of it.
     """
 

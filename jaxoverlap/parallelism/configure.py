@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any, overload
 
 from jaxoverlap._util.text import human_bytes, table
-from jaxoverlap.cost.find import cost_or_facts
+from jaxoverlap.cost.find import cost_or_data_sheet
 from jaxoverlap.cost.model import CostModel
 from jaxoverlap.hardware.cluster import Cluster, parse_cluster
 from jaxoverlap.parallelism.configuration import plain
@@ -196,7 +196,9 @@ def configure(
     elif sequence is not None:
         model = replace(model, sequence=sequence)
     space = Space(axes=axes or {}, overlap=overlap)
-    times = IterationTime(model, cost or cost_or_facts(cluster), stack, global_batch=global_batch)
+    times = IterationTime(
+        model, cost or cost_or_data_sheet(cluster), stack, global_batch=global_batch
+    )
     found = search(model, cluster, times, space=space, keep=keep)
     if not found.best:
         raise NothingFitsError(_nothing_fits(model, cluster, times, space, found))

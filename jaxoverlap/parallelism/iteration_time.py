@@ -1,9 +1,9 @@
 """Estimate a step's seconds by term, with ConfigTuner's formula and the terms that it lacks.
 
-T = compute + model + context + expert + fsdp + pipeline + data + bubble + optimizer (arXiv
-2512.24750 publishes the sum and its term for tensor parallelism; the others are reconstructions,
-each from how that parallelism works). Effective bandwidth goes by a message's bytes and its
-group's placement, utilisation by a matmul's shape: both are the cost model's.
+T = compute + recompute + model + context + expert + fsdp + pipeline + data + bubble + optimizer
+(arXiv 2512.24750 publishes the sum and its term for tensor parallelism, here `model`; the others
+are reconstructions, each from how that parallelism works). Effective bandwidth goes by a message's
+bytes and its group's placement, utilisation by a matmul's shape: both are the cost model's.
 """
 
 from __future__ import annotations
@@ -27,14 +27,19 @@ from jaxoverlap.plan.collectives import PERMUTE
 
 @dataclass(frozen=True)
 class StepTerms:
-    """Seconds of a step by term, each as far as nothing hides it; they add up to the step.
+    """Seconds of a step by term: exposed, plus what hidden FSDP and data collectives cost it.
+
+    They add up to the step. The cost of hidden collectives is contention (`Stack.hidden_cost`).
 
     Attributes:
-        compute: kernels of the stage that has most, all micro-batches, recompute apart.
+        compute: kernels of the slowest stage, all micro-batches, with the additions of their
+            gradients (`Stack.lockstep`), without recompute.
         recompute: kernels that its backward passes run again.
-        model, context, expert, fsdp: collectives along that axis.
-        pipeline: sends between stages, and the sum of a tied table's gradients.
-        data: sums of gradients over replicas.
+        model, context, expert, fsdp: collectives along that axis; for embedding and head `fsdp`
+            may run over `model` too (`Stack.gathers_tables`).
+        pipeline: sends between stages, and the sum of a tied table's gradients; with `lockstep`
+            the gather of all tables and the scatter of their gradients.
+        data: sums of gradients over replicas, and all-reduces of fp8 scales.
         bubble: what the stage waits while the pipeline fills and drains.
         optimizer: the update.
     """
@@ -69,12 +74,12 @@ class StepTerms:
 
 
 class IterationTime:
-    """The form, for one model on one cluster by one stack; it keeps what it has counted.
+    """Estimates the seconds of a step; caches those of kernels and collectives.
 
     Args:
-        model: what is trained.
-        cost: seconds of kernels and collectives.
-        stack: what trains it.
+        model: the model that is trained.
+        cost: gives the seconds of kernels and collectives on one cluster.
+        stack: the training software (MaxText, Megatron, ...) as fitted factors and switches.
         global_batch: sequences of a step.
     """
 
@@ -113,14 +118,16 @@ class IterationTime:
         )
 
     def _stage_layers(self, config: Configuration) -> tuple[int, int]:
-        """Layers of the stage that has most, and of the last; in one program all have as many."""
+        """Layers of the stage that has most, and of the last; equal in an SPMD pipeline."""
         if self.stack.lockstep:
             most = config.interleave * max(config.chunk_layers(self.model))
             return most, most
         return config.stage_layers(self.model), config.stage_layers(self.model, config.pipeline - 1)
 
     def bound_s(self, config: Configuration, placement: Placement) -> float:
-        """Return seconds that no placement goes below: kernels, their bubble, rings, and gathers.
+        """Return a lower bound of the seconds on any placement.
+
+        Kernels and their bubble, what tensor parallelism adds, and what hidden FSDP costs at least.
 
         Args:
             placement: any; tensor parallelism is innermost in all of them.
@@ -162,9 +169,10 @@ class IterationTime:
             again_s += forward_s
         stacked_s = 0.0
         if self.stack.saved > 1 and config.recompute != "full":
-            # A scan copies what is kept into its stack, and out of it: four more passes over it.
+            # A scan copies residuals into stacked ones, and out of them: four more passes.
             saved = layer_activation_bytes(self.model, config, self.stack)
             stacked_s = self._work_s(work.Work(memory_bytes=4 * saved))
+        # A layer with experts takes at least as long as the host launches its kernels.
         launched_s = self.stack.expert_launch_s if self.model.experts else 0.0
         compute_s = max(forward_s + backward_s + stacked_s, launched_s - again_s)
         return StepTerms(compute=compute_s, recompute=again_s)
@@ -201,7 +209,7 @@ class IterationTime:
         return 2 * kernel.flops / square.flops * self._kernel_s(square)
 
     def _added_s(self, config: Configuration) -> float:
-        """Seconds of adding up a micro-batch's gradients, in a program that does it apart."""
+        """Seconds of adding a micro-batch's gradients up, where the stack has kernels for that."""
         if not self.stack.lockstep or config.micro_batches(self.global_batch) == 1:
             return 0.0
         params = StageParams.largest(self.model, config, even=True)
@@ -237,8 +245,8 @@ class IterationTime:
             pieces = 4 + self.model.mlp_matrices if apart else 1  # of about equal size
         piece_bytes = sent.sent_bytes / pieces
         if sent.kind == "all-to-all" and self.stack.sends_once:
-            places = group.domains if group.domains > 1 else group.size
-            piece_bytes *= _distinct(places, self.model.choices) / self.model.choices
+            targets = group.domains if group.domains > 1 else group.size
+            piece_bytes *= _distinct(targets, self.model.choices) / self.model.choices
         return pieces * self._collective_s(sent.kind, piece_bytes, group)
 
     def _collective_s(self, kind: str, sent_bytes: float, group: Group) -> float:
@@ -248,7 +256,7 @@ class IterationTime:
         return seconds if group.domains == 1 else seconds / self.stack.network_share
 
     def _layer_sends(self, config: Configuration, placement: Placement) -> StepTerms:
-        """Seconds of a layer's collectives that nothing hides, for one micro-batch."""
+        """Return what a layer's collectives add to one micro-batch, in seconds by term."""
         groups = tuple(placement.group(axis) for axis in ("model", "context", "expert", "fsdp"))
         key = (_kernels_key(config), config.fsdp, config.data, config.overlap, groups)
         if key not in self._sends:
@@ -261,15 +269,15 @@ class IterationTime:
         if self.stack.scale_syncs:
             seconds["data"] = self._scales_s(config, placement)
         for sent in sends:
-            whole_s = sent.count * self._sent_s(sent, placement)
-            seconds[sent.term] = seconds.get(sent.term, 0.0) + whole_s
+            sent_s = sent.count * self._sent_s(sent, placement)
+            seconds[sent.term] = seconds.get(sent.term, 0.0) + sent_s
         if "model" in seconds and self.stack.tensor_exposed is not None:
             seconds["model"] *= self.stack.tensor_exposed
         elif "model" in seconds and self._hides(config):
-            whole_s = seconds["model"]
+            plain_s = seconds["model"]
             rings_s = self._rings_s(config, placement, sends)
-            halves_s = self._halves_s(config, placement, whole_s)
-            seconds["model"] = min(whole_s, rings_s, halves_s)
+            halves_s = self._halves_s(config, placement, plain_s)
+            seconds["model"] = min(plain_s, rings_s, halves_s)
         if "fsdp" in seconds and self._gathers_ahead(config):
             phases = self._fsdp_phases(config, placement, sends)
             seconds["fsdp"] = sum(self._paid_s(*phase) for phase in phases)
@@ -287,8 +295,8 @@ class IterationTime:
     def _hides(self, config: Configuration) -> bool:
         """Return whether rings and gathers ahead hide collectives.
 
-        In a pipeline of one program they do not: its stages run in loops over ticks, into which
-        `jaxoverlap.overlap` does not reach.
+        In an SPMD pipeline (`Stack.lockstep`) they do not: its stages run in loops over ticks, into
+        which `jaxoverlap.overlap` does not reach.
         """
         return config.overlap and not (self.stack.lockstep and config.pipeline > 1)
 
@@ -304,7 +312,8 @@ class IterationTime:
     def _unhidden_s(self, config: Configuration, placement: Placement) -> float:
         """Seconds of FSDP's collectives at the ends of a micro-batch, which no layer hides.
 
-        Those are the tables', the first layer's gather and the last one's scatter.
+        Those are the tables', the gather before the first layer of the forward pass, and the
+        scatter after the last layer of the backward pass.
         """
         tables = traffic.of_tables(self.model, config, self.stack)
         seconds = sum(self._sent_s(s, placement, pieces=1) for s in tables)
@@ -328,7 +337,7 @@ class IterationTime:
         n, group = config.model, placement.group("model")
         counted = work.layer(self.model, config, self.stack)
         mine = [s for s in sends if s.term == "model"]
-        if not config.splits_rows or not counted.forward.matmuls:
+        if not config.splits_sequence or not counted.forward.matmuls:
             return float("inf")
         exposed_s = 0.0
         for sent in mine:
@@ -337,23 +346,26 @@ class IterationTime:
             matmuls = counted.forward.matmuls[:4]
             per_hop = 2 if sent.phase == "backward" else 1
             for i in range(sent.count):
-                matmul = _beside(sent.kind, i, matmuls)
-                whole_s = per_hop * self._matmul_s(matmul)
+                matmul = _matmul_of(sent.kind, i, matmuls)
+                matmul_s = per_hop * self._matmul_s(matmul)
                 chunk_s = per_hop * self._matmul_s(replace(matmul, m=max(matmul.m // n, 1)))
-                ring_s = chunk_s + (n - 1) * max(chunk_s, hop_s) - whole_s
+                ring_s = chunk_s + (n - 1) * max(chunk_s, hop_s) - matmul_s
                 exposed_s += min(plain_s, max(ring_s, 0.0))
         return exposed_s
 
-    def _halves_s(self, config: Configuration, placement: Placement, whole_s: float) -> float:
+    def _halves_s(self, config: Configuration, placement: Placement, plain_s: float) -> float:
         """Seconds that tensor parallelism adds to a layer if the batch is split in two.
 
         Within one NVLink domain alone, where the share that stays exposed was found.
+
+        Args:
+            plain_s: seconds of its collectives, unhidden.
         """
         near = placement.group("model").domains == 1
         if self.stack.halves_exposed is None or config.micro_batch % 2 or not near:
             return float("inf")
         layer_s = self._layer(_kernels_key(config)).step_s
-        exposed_s = max(whole_s - layer_s, self.stack.halves_exposed * whole_s)
+        exposed_s = max(plain_s - layer_s, self.stack.halves_exposed * plain_s)
         return exposed_s + self.stack.halves_compute * layer_s
 
     def _matmul_s(self, matmul: MatmulKernel) -> float:
@@ -386,7 +398,11 @@ class IterationTime:
         return config.interleave * sum(self._sent_s(s, placement) for s in sends)
 
     def _data_s(self, config: Configuration, placement: Placement, slowest: StepTerms) -> float:
-        """Seconds of the sums of gradients, less what the last backward pass hides of them."""
+        """Seconds that sums of gradients add, if backward passes hide them; at least one layer's.
+
+        The last micro-batch's backward pass hides them; with ZeRO-2, which sums every micro-batch,
+        every one's does. The first layer's sum, `seconds / layers`, always follows the kernels.
+        """
         sums = [s for s in self._of_step(config) if s.term == "data"]
         seconds = sum(s.count * self._sent_s(s, placement) for s in sums)
         micro_batches = config.micro_batches(self.global_batch)
@@ -431,12 +447,16 @@ def _kernels_key(config: Configuration) -> Configuration:
     )
 
 
-def _distinct(places: int, choices: int) -> float:
+def _distinct(targets: int, choices: int) -> float:
     """Return on how many of so many hosts, or devices of one, a token's experts are, on average."""
-    return places * (1 - (1 - 1 / places) ** choices)
+    return targets * (1 - (1 - 1 / targets) ** choices)
 
 
-def _beside(kind: str, index: int, matmuls: tuple[MatmulKernel, ...]) -> MatmulKernel:
-    """Return the matmul of a collective: gathers precede 0 and 2, scatters follow 1 and 3."""
+def _matmul_of(kind: str, index: int, matmuls: tuple[MatmulKernel, ...]) -> MatmulKernel:
+    """Return the matmul next to a collective: gathers precede 0 and 2, scatters follow 1 and 3.
+
+    Args:
+        matmuls: qkv, attention out, MLP in, MLP out.
+    """
     first = 0 if kind == "all-gather" else 1
     return matmuls[first + 2 * (index % 2)]

@@ -167,7 +167,7 @@ def layer_activation_bytes(model: Transformer, config: Configuration, stack: Sta
         return _kept_results_bytes(model, config, stack)
     tokens = config.micro_batch * model.sequence / config.context
     h, t = model.hidden, config.model
-    unsplit = (10 if stack.dropout else 8) * tokens * h / (t if config.splits_rows else 1)
+    unsplit = (10 if stack.dropout else 8) * tokens * h / (t if config.splits_sequence else 1)
     kv = max(model.kv_hidden / t, model.head_size)
     inner = model.active_inner / t * model.mlp_matrices * ELEMENT
     split = tokens * (2 * ELEMENT * model.query_hidden / t + 2 * ELEMENT * kv + inner)
@@ -201,7 +201,7 @@ def memory(
     params = StageParams.of_stage(model, config, stage, even=one_program)
     weights, gradients, states = state_bytes(model, config, stack, params)
     tokens = config.micro_batch * model.sequence / config.context
-    split = config.model if config.splits_rows else 1
+    split = config.model if config.splits_sequence else 1
     micro_batches = config.micro_batches(global_batch)
     layers = config.stage_layers(model, stage) / config.interleave
     kept = in_flight(config, micro_batches, stage)
@@ -225,7 +225,7 @@ def memory(
         if one_program:  # XLA copies a chunk's sums where it adds to them
             running += stack.gradient_bytes * own
     flying = 0.0
-    if config.splits_rows and stack.halves_exposed is not None:
+    if config.splits_sequence and stack.halves_exposed is not None:
         flying = 4 * ELEMENT * tokens * model.hidden  # gathered rows of both halves
     gathered = ELEMENT * (1 - config.shard_share(model)) * 2 * layer
     head = logits + _gathered_tables(model, config, stack, params) - gathered

@@ -1,4 +1,4 @@
-"""Assign a configuration's axes to a cluster: which are on NVLink, which cross hosts."""
+"""Assign a configuration's axes to a cluster: which are on NVLink, which cross its domains."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ class Placement:
     """The order of the axes over the devices, which are counted host by host.
 
     Attributes:
-        order: the axes, slowest first: the last one's neighbours are neighbours on a host.
+        order: the axes, major to minor: devices along the last one are adjacent.
         sizes: their sizes.
-        domain: devices that NVLink joins.
+        domain: GPUs per NVLink domain (a host, or a rack of NVL72).
     """
 
     order: tuple[str, ...]
@@ -36,9 +36,10 @@ class Placement:
     def members(self, device: int, axes: tuple[str, ...]) -> list[int]:
         """Return the devices of one device's group over axes, in the order of the ring."""
         numbers = np.arange(math.prod(self.sizes)).reshape(self.sizes)
-        place = np.unravel_index(device, self.sizes)
+        coordinates = np.unravel_index(device, self.sizes)
         index = tuple(
-            slice(None) if axis in axes else at for axis, at in zip(self.order, place, strict=True)
+            slice(None) if axis in axes else coordinate
+            for axis, coordinate in zip(self.order, coordinates, strict=True)
         )
         return numbers[index].ravel().tolist()
 
@@ -49,14 +50,17 @@ class Placement:
 
 @dataclass(frozen=True)
 class Densest(Placement):
-    """A bound of all placements: every group spreads over as few domains as its size allows."""
+    """A lower bound of all placements: every group is on as few domains as its size allows.
+
+    Only `group` means anything here: no one order of the axes gives all these groups.
+    """
 
     def group(self, *axes: str) -> Group:
-        """Return the devices of a collective over axes, side by side but for tensor parallelism."""
+        """Return the devices of a collective over axes, adjacent but for tensor parallelism."""
         sizes = dict(zip(self.order, self.sizes, strict=True))
         members = math.prod(sizes[axis] for axis in axes)
-        apart = 1 if "model" in axes else sizes["model"]
-        return Group(members, min(-(-members * apart // self.domain), members))
+        stride = 1 if "model" in axes else sizes["model"]
+        return Group(members, min(-(-members * stride // self.domain), members))
 
 
 @functools.cache  # a search asks for the same few groups again and again
@@ -65,22 +69,22 @@ def _group(
 ) -> Group:
     """Return the group along axes that spreads over most domains: a step waits for the slowest.
 
-    All spread alike if domains begin where slices of the mesh do; with six devices side by side
-    in domains of eight some groups stay inside a domain, and others do not.
+    All spread alike if domains begin where slices of the mesh do; with six adjacent devices in
+    domains of eight some groups stay inside a domain, and others do not.
     """
     members, starts, stride, aligned = [0], [0], 1, True
     for axis, size in zip(reversed(order), reversed(sizes), strict=True):
         grown = members if axis in axes else starts
-        grown[:] = [at + i * stride for at in grown for i in range(size)]
+        grown[:] = [device + i * stride for device in grown for i in range(size)]
         stride *= size
         aligned = aligned and (domain % stride == 0 or stride % domain == 0)
     several = starts[:1] if aligned else starts
-    spread = max(len({(start + at) // domain for at in members}) for start in several)
+    spread = max(len({(start + device) // domain for device in members}) for start in several)
     return Group(len(members), spread)
 
 
 def place(config: Configuration, cluster: Cluster, order: tuple[str, ...] = AXES) -> Placement:
-    """Assign a configuration's axes in an order, slowest first.
+    """Assign a configuration's axes in an order, major to minor.
 
     Raises:
         ValueError: if the configuration has another number of devices than the cluster.
@@ -108,5 +112,5 @@ def placements(config: Configuration, cluster: Cluster) -> Iterator[Placement]:
 
 
 def densest(config: Configuration, cluster: Cluster) -> Densest:
-    """Return what no placement that keeps tensor parallelism innermost is faster than."""
+    """Return a bound: no placement with tensor parallelism innermost is faster."""
     return Densest(AXES, tuple(config.axes.values()), cluster.gpus_per_nvlink_domain)

@@ -43,7 +43,7 @@ class Scored:
 
     @property
     def shown(self) -> str:
-        """The configuration in words, its axes as they are placed, slowest first."""
+        """The configuration in words, its axes as they are placed, major to minor."""
         return f"{self.placement}, {self.configuration.settings}"
 
 

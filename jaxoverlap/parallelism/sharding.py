@@ -1,6 +1,6 @@
 """Give a configuration as code: its mesh, and PartitionSpecs for parameters and activations.
 
-The axes are those of `configuration.AXES`, slowest first: pipeline, data, fsdp, expert, context,
+The axes are those of `configuration.AXES`, major to minor: pipeline, data, fsdp, expert, context,
 model. A mesh has all of them, of size one too, so that specs need not know the configuration.
 """
 

@@ -26,8 +26,9 @@ class Stack:
             a search for infinities, the norm, clipping.
         split_sends: whether stages send each device's part of an activation (scatter and gather,
             Narayanan et al., arXiv 2104.04473, section 4.1) and not full copies.
-        lockstep: whether stages share a clock, as those of `jaxoverlap.parallelism.pipeline`: a
-            piece keeps its input alone, and its backward pass runs it forward again.
+        lockstep: whether a pipeline is one SPMD program whose stages share a clock, as those of
+            `jaxoverlap.parallelism.pipeline`: a virtual stage keeps its input alone, and its
+            backward pass runs it forward again.
         sums_every_micro_batch: axes over which gradients are summed in every micro-batch: XLA's
             automatic axes have no partial sums that wait for the last one.
         gathers_tables: whether embedding and head gather their table over the tensor axis too, and

@@ -1,8 +1,8 @@
 """Count the bytes that a device sends: by what for, along which axes, how often.
 
-Traffic of a transformer follows from the model and its configuration alone (ConfigTuner, arXiv
-2512.24750). The paper's formula for tensor parallelism is published; the other terms are completed
-from how each kind of parallelism works, and are reconstructions.
+Traffic of a transformer follows from the model and its configuration (ConfigTuner, arXiv
+2512.24750), and from what the training software sends (`Stack`). The paper's formula for tensor
+parallelism is published; the other terms are reconstructions from how each parallelism works.
 """
 
 from __future__ import annotations
@@ -22,13 +22,14 @@ class Sent:
     """One collective, repeated.
 
     Attributes:
-        term: what it is for: "model", "context", "expert", "fsdp", "pipeline" or "data".
-        phase: "forward", "backward", or "end" of the step.
+        term: what it is for: "model" (tensor parallelism), "context", "expert", "fsdp", "pipeline"
+            or "data".
+        phase: "forward", "backward", or "end" of the step or of a micro-batch.
         kind: as HLO writes it.
         axes: the axes whose devices take part.
-        sent_bytes: bytes that each device sends, by a ring.
-        count: how often in a layer and micro-batch; of "pipeline" in a piece and micro-batch; of
-            "end" in a step.
+        sent_bytes: bytes that each device sends; a gather, scatter or sum by a ring algorithm.
+        count: how often, in a layer and micro-batch; of tables in a micro-batch; of sends between
+            stages in a virtual stage and micro-batch; of "end" in a step.
     """
 
     term: str
@@ -63,7 +64,7 @@ def _model(model: Transformer, config: Configuration) -> list[Sent]:
     """
     full = activation_bytes(model, config) * (config.model - 1) / config.model
     again = 2 if config.recompute == "full" else 0
-    if not config.splits_rows:
+    if not config.splits_sequence:
         return [
             Sent("model", "forward", "all-reduce", ("model",), 2 * full, 2),
             Sent("model", "backward", "all-reduce", ("model",), 2 * full, 2 + again),
@@ -91,9 +92,8 @@ def _context(model: Transformer, config: Configuration) -> list[Sent]:
 def _expert(model: Transformer, config: Configuration, stack: Stack) -> list[Sent]:
     """Send tokens to their experts and back; the backward pass likewise."""
     tokens = activation_bytes(model, config) * max(model.choices, 1) * stack.capacity
-    sent = (
-        tokens * (config.expert - 1) / config.expert / (config.model if config.splits_rows else 1)
-    )
+    split = config.model if config.splits_sequence else 1
+    sent = tokens * (config.expert - 1) / config.expert / split
     again = 2 if config.recompute == "full" else 0
     return [
         Sent("expert", "forward", "all-to-all", ("expert",), sent, 2),
@@ -137,11 +137,11 @@ def of_tables(model: Transformer, config: Configuration, stack: Stack) -> list[S
 
 
 def of_stage(model: Transformer, config: Configuration, stack: Stack) -> list[Sent]:
-    """List what a piece of a stage sends to the next, forward, and to the one before, backward."""
+    """List what a virtual stage (a model chunk of interleaving) sends on, forward and backward."""
     if config.pipeline == 1:
         return []
     sent = activation_bytes(model, config)
-    if config.splits_rows or stack.split_sends:
+    if config.splits_sequence or stack.split_sends:
         sent /= config.model
     return [
         Sent("pipeline", "forward", PERMUTE, ("pipeline",), sent),
@@ -152,18 +152,19 @@ def of_stage(model: Transformer, config: Configuration, stack: Stack) -> list[Se
 def of_step(
     model: Transformer, config: Configuration, stack: Stack, micro_batches: int
 ) -> list[Sent]:
-    """List the sums of gradients at a step's end, on the device that has most to sum.
+    """List the sums of gradients and what follows them, on the device that has most to sum.
 
-    ZeRO-1 scatters gradients and gathers weights: as many bytes as an all-reduce. ZeRO-2 keeps
-    only its part of the gradients, so that it scatters them after every micro-batch.
+    ZeRO-1 scatters gradients and gathers weights: listed as an all-reduce, which has as many bytes.
+    ZeRO-2 keeps only its part of the gradients, so that it scatters them after every micro-batch;
+    sums over `Stack.sums_every_micro_batch` come as often. A pipeline's tied tables are listed too.
     """
     params = StageParams.largest(model, config, even=stack.lockstep)
     shard = config.shard_share(model)
-    sent = _sums(config, stack, params.dense * shard, "dense", micro_batches)
-    sent += _sums(config, stack, params.experts * shard, "experts", micro_batches)
+    sent = _gradient_sums(config, stack, params.dense * shard, "dense", micro_batches)
+    sent += _gradient_sums(config, stack, params.experts * shard, "experts", micro_batches)
     if config.pipeline > 1 and (model.tied or stack.lockstep):
-        # The first and the last stage have a copy of a tied table; one program has parts of all
-        # tables on each stage, gathers them, and scatters their gradients.
+        # The first and the last stage have a copy of a tied table; an SPMD pipeline has parts of
+        # all tables on each stage, gathers them, and scatters their gradients.
         table = stack.reduced_bytes * params.tables * shard
         if stack.lockstep:
             sent += [
@@ -175,31 +176,32 @@ def of_step(
     return sent
 
 
-def _sums(
-    config: Configuration, stack: Stack, elements: float, of_what: str, micro_batches: int
+def _gradient_sums(
+    config: Configuration, stack: Stack, elements: float, part: str, micro_batches: int
 ) -> list[Sent]:
     """List the sums of gradients of so many elements; those of experts differ along `expert`."""
     axes = [axis for axis in ("data", "expert", "context") if getattr(config, axis) > 1]
-    if of_what == "experts":
+    if part == "experts":
         axes = [axis for axis in axes if axis != "expert"]
     if not axes or not elements:
         return []
     size = stack.reduced_bytes * elements
 
-    def share(over: tuple[str, ...]) -> float:
+    def reduce_scatter_bytes(over: tuple[str, ...]) -> float:
         shards = math.prod(getattr(config, axis) for axis in over)
         return size * (shards - 1) / shards
 
     if config.zero_stage == 2:
         over = tuple(axes)
+        sent = reduce_scatter_bytes(over)
         return [
-            Sent("data", "end", "reduce-scatter", over, share(over), micro_batches),
-            Sent("data", "end", "all-gather", over, share(over)),
+            Sent("data", "end", "reduce-scatter", over, sent, micro_batches),
+            Sent("data", "end", "all-gather", over, sent),
         ]
     every = tuple(axis for axis in axes if axis in stack.sums_every_micro_batch)
     once = tuple(axis for axis in axes if axis not in every)
     return [
-        Sent("data", "end", "all-reduce", over, 2 * share(over), times)
+        Sent("data", "end", "all-reduce", over, 2 * reduce_scatter_bytes(over), times)
         for over, times in ((every, micro_batches), (once, 1))
         if over
     ]

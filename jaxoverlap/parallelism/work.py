@@ -214,7 +214,7 @@ def _pointwise(
     model: Transformer, config: Configuration, stack: Stack, tokens: int
 ) -> tuple[Work, Work]:
     """Count norms, residuals, dropout and the MLP's activation, forward and backward."""
-    full = ELEMENT * tokens * model.hidden / (config.model if config.splits_rows else 1)
+    full = ELEMENT * tokens * model.hidden / (config.model if config.splits_sequence else 1)
     inner = ELEMENT * tokens * model.active_inner / config.model
     inner *= model.mlp_matrices - 1
     # Forward: two norms (read, write), two residuals (two reads, a write), two masks of a byte;

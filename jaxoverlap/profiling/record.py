@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import multihost_utils
 
-from jaxoverlap.cost.find import cost_model, has_cost_model
+from jaxoverlap.cost.find import cost_model, has_packaged_tables
 from jaxoverlap.hardware.topology import cluster_of
 from jaxoverlap.profiling.profile import ClusterLike, Profile, read
 
@@ -140,4 +140,4 @@ def _cluster_here(args: tuple[Any, ...], kwargs: dict[str, Any]) -> ClusterLike 
     if not isinstance(mesh, jax.sharding.Mesh) or mesh.devices.flat[0].platform != "gpu":
         return None
     cluster = cluster_of(mesh)
-    return cost_model(cluster) if cluster and has_cost_model(cluster) else None
+    return cost_model(cluster) if cluster and has_packaged_tables(cluster) else None

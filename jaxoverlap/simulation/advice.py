@@ -11,7 +11,7 @@ from jaxoverlap.simulation.timeline import Spent, Timeline
 
 
 @dataclass(frozen=True)
-class Stray:
+class UndecomposedCollective:
     """Collectives outside rings, of one kind, source line and group size.
 
     Attributes:
@@ -67,7 +67,7 @@ class Stray:
         return ""
 
 
-def strays(module: hlo.Module, timeline: Timeline) -> tuple[Stray, ...]:
+def strays(module: hlo.Module, timeline: Timeline) -> tuple[UndecomposedCollective, ...]:
     """Return the collectives outside rings, longest exposed first, then longest."""
     groups: dict[tuple, list[Spent]] = {}
     for spent in timeline.spent:
@@ -79,10 +79,10 @@ def strays(module: hlo.Module, timeline: Timeline) -> tuple[Stray, ...]:
     return tuple(sorted(ringless, key=lambda s: (-s.exposed_s, -s.seconds)))
 
 
-def _stray(module: hlo.Module, group: list[Spent]) -> Stray:
+def _stray(module: hlo.Module, group: list[Spent]) -> UndecomposedCollective:
     largest = max(group, key=lambda s: s.collective.bytes_moved).collective
     before, after = _arrays(module, largest)
-    return Stray(
+    return UndecomposedCollective(
         kind=largest.kind,
         source=largest.source,
         op="/".join(largest.op_name.split("/")[-2:]),

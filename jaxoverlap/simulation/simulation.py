@@ -13,7 +13,7 @@ from jaxoverlap.cost.model import CostModel
 from jaxoverlap.hardware.cluster import Cluster, parse_cluster
 from jaxoverlap.plan.speedup import Speedup
 from jaxoverlap.simulation import report
-from jaxoverlap.simulation.advice import Stray, strays
+from jaxoverlap.simulation.advice import UndecomposedCollective, strays
 from jaxoverlap.simulation.replay import replay
 from jaxoverlap.simulation.streams import scheduled_module
 from jaxoverlap.simulation.timeline import Spent, Timeline
@@ -28,13 +28,13 @@ class Simulation(Timeline):
 
     Attributes:
         cluster: the cluster that it is for.
-        strays: the collectives that are no hops of a ring, longest exposed first, each with what
-            a sharding constraint can do about it.
-        speedup: how it compares with the step as it is, where `overlap` compared them.
+        strays: the collectives that are no hops of a ring, longest exposed first; `advice` says
+            what a sharding constraint can do about one, if it can.
+        speedup: over the step without overlap, where `overlap` compared them; else None.
     """
 
     cluster: Cluster
-    strays: tuple[Stray, ...]
+    strays: tuple[UndecomposedCollective, ...]
     speedup: Speedup | None = None
 
     def to_perfetto(self, path: str | Path) -> None:
@@ -42,19 +42,19 @@ class Simulation(Timeline):
         report.write_perfetto(path, {self.module: self})
 
     def to_svg(self, path: str | Path, *, plain: Timeline | None = None) -> None:
-        """Draw the step, each loop once, and above it `plain`, at the same scale."""
-        report.write_svg(path, self._beside(plain))
+        """Draw the step, each loop once; above it `plain`, the timeline without overlap."""
+        report.write_svg(path, self._timelines(plain))
 
     def to_html(self, path: str | Path, *, plain: Timeline | None = None) -> None:
-        """Write an interactive page of the step, and above it `plain`, at the same scale.
+        """Write an interactive page of the step; above it `plain`, the timeline without overlap.
 
         Hovering shows op, bytes, time and source line. The page needs no other file.
         """
-        said = f": {self.speedup}" if self.speedup else ""
-        title = f"{self.module} on {self.cluster}{said}"
-        report.write_page(path, self._beside(plain), title=title)
+        speedup = f": {self.speedup}" if self.speedup else ""
+        title = f"{self.module} on {self.cluster}{speedup}"
+        report.write_page(path, self._timelines(plain), title=title)
 
-    def _beside(self, plain: Timeline | None) -> dict[str, Timeline]:
+    def _timelines(self, plain: Timeline | None) -> dict[str, Timeline]:
         name = self.speedup.name if self.speedup else "overlapped"
         return {"plain": plain, name: self} if plain else {self.module: self}
 

@@ -11,7 +11,7 @@ import jax
 from jax.sharding import Mesh, NamedSharding
 
 from jaxoverlap._jax import compat, jits
-from jaxoverlap.cost.find import cost_model, has_cost_model
+from jaxoverlap.cost.find import cost_model, has_packaged_tables
 from jaxoverlap.cost.model import CostModel
 from jaxoverlap.flags import is_gpu
 from jaxoverlap.flags.required import why_one_stream
@@ -163,7 +163,7 @@ def prepare(call: jits.Call, options: Options) -> StepContext:
         check(options.plan, params["name"], origin, mesh, call, jaxpr)
     cluster = named or cluster_of(mesh)
     cost = options.prices
-    if cost is None and cluster and has_cost_model(cluster):
+    if cost is None and cluster and has_packaged_tables(cluster):
         cost = cost_model(cluster)
     arguments = tuple(map(_spec, jaxpr.invars, argument_shardings(call)))
     outermost = jits.at_top_level()

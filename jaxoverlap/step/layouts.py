@@ -34,7 +34,7 @@ from jaxoverlap.step.candidate import StepCandidate, changed, evaluate
 from jaxoverlap.step.context import StepContext
 from jaxoverlap.step.options import LayoutMode
 
-_WRONG_FROM = 3  # axes of a mesh on which XLA loses a permute (docs/upstream.md)
+_WRONG_PERMUTE_AXES = 3  # XLA loses permutes on meshes of so many axes (docs/upstream.md)
 
 
 def with_layouts(
@@ -43,11 +43,11 @@ def with_layouts(
     pins: tuple[Edit, ...] | None,
     overlapped_s: Callable[[StepCandidate], float],
 ) -> StepCandidate:
-    """Pin the results of matmuls that are found to be better off pinned.
+    """Return the step with pins on matmuls, if these lower its estimated cost.
 
     Args:
         step: the step.
-        mode: how long to search; None not to.
+        mode: how long to search; None: no search.
         pins: edits of the layout to take instead of a search.
         overlapped_s: estimates the seconds of a step with layouts, once it is overlapped.
     """
@@ -56,12 +56,14 @@ def with_layouts(
     edits: tuple[Edit, ...] = ()
     if pins is not None and not step.explicit:
         edits = pins
-    elif mode and cost and not step.explicit:  # there types say how values lie
+    elif mode and cost and not step.explicit:  # their types state shardings
         layouts, edits = step.once(
             ("layouts", mode), lambda: _searched(evaluator, cost, mode, overlapped_s)
         )
     candidate = evaluator.sharded(edits)
-    if edits and (changed(step.plain, candidate.spmd) or _astray(candidate.spmd, step.mesh)):
+    if edits and (
+        changed(step.plain, candidate.spmd) or _wrong_permutes(candidate.spmd, step.mesh)
+    ):
         return evaluator.sharded(())
     return replace(candidate, layouts=layouts)
 
@@ -93,7 +95,7 @@ class _Evaluator:
             candidate = evaluate(self.step, StepCandidate(self.edited(edits)))
         except RewriteError as error:
             return PricedLayout(math.inf, 0, str(error))
-        why_not = candidate.why_not or _astray(candidate.spmd, self.step.mesh)
+        why_not = candidate.why_not or _wrong_permutes(candidate.spmd, self.step.mesh)
         peak_bytes = estimated_peak_bytes(candidate.spmd.module)
         return PricedLayout(candidate.seconds, peak_bytes, why_not)
 
@@ -121,7 +123,7 @@ def _searched(
         most=most,
         thorough=mode != "repair",
     )
-    aborting = tuple(dict.fromkeys(_that_end_the_process(step)))
+    aborting = tuple(dict.fromkeys(_aborting_convolutions(step)))
     if not aborting:
         search.run(starts(step.jaxpr, step.edited.arguments, dims, sizes))
     if len(rivals := search.rivals(RIVAL_LAYOUTS[mode])) > 1:
@@ -134,14 +136,14 @@ def _searched(
     if aborting:
         return msgspec.structs.replace(layouts, aborting=aborting), edits
     for proposed in _proposed(step):
-        layouts, edits = _tried(evaluator, layouts, edits, proposed)
+        layouts, edits = _with_proposed(evaluator, layouts, edits, proposed)
     return layouts, edits
 
 
-def _that_end_the_process(step: StepContext) -> Iterator[str]:
-    """Name the convolutions of fewer groups than devices that may hold a shard of each.
+def _aborting_convolutions(step: StepContext) -> Iterator[str]:
+    """Name the grouped convolutions whose groups the devices do not divide evenly.
 
-    XLA's partitioner divides by the groups of one shard of their features, which may be none.
+    XLA's partitioner aborts: it divides by the groups in one shard of the features, maybe 0.
     """
     for eqn, around in equations(step.jaxpr):
         if eqn.primitive.name == "conv_general_dilated":
@@ -159,7 +161,7 @@ def _proposed(step: StepContext) -> Iterator[tuple[Edit, ...]]:
 
 
 def _fits(step: StepContext, edit: Edit) -> bool:
-    """Return whether its pass takes an edit; who proposes it need not know."""
+    """Return whether the pass of an edit accepts it: a `propose` need not check that."""
     try:
         apply(step.edited, [edit])
     except UserError:
@@ -167,7 +169,7 @@ def _fits(step: StepContext, edit: Edit) -> bool:
     return True
 
 
-def _tried(
+def _with_proposed(
     evaluator: _Evaluator, layouts: Layouts, edits: tuple[Edit, ...], proposed: tuple[Edit, ...]
 ) -> tuple[Layouts, tuple[Edit, ...]]:
     """Keep proposed edits if they lower the estimated cost and need hardly more memory."""
@@ -248,9 +250,9 @@ def _num_equations(jaxpr: Any) -> int:
     return sum(len(body.eqns) for body in bodies(jaxpr)) or 1
 
 
-def _astray(spmd: SpmdProgram, mesh: Mesh) -> str:
-    """Say that XLA permutes operands on a mesh of three axes, which it does wrongly; or nothing."""
-    if sum(size > 1 for size in mesh.shape.values()) < _WRONG_FROM:
+def _wrong_permutes(spmd: SpmdProgram, mesh: Mesh) -> str:
+    """Return why XLA would give wrong results on three or more axes (lost permutes); "" if not."""
+    if sum(size > 1 for size in mesh.shape.values()) < _WRONG_PERMUTE_AXES:
         return ""
     permuted = list(permuted_matmuls(spmd.module))
     return f"XLA would permute values next to {len(permuted)} matmuls" if permuted else ""

@@ -1,16 +1,16 @@
-"""Search for a tuning: compile and simulate what could be the fastest plan, and move on from it.
+"""Search for the fastest plan: compile and simulate candidates, then change one ring at a time.
 
-First whole plans (`candidates.seeds`), those of Lagom's search on the model among them
+First full plans (`candidates.seeds`), those of Lagom's search on the model among them
 (`granularity.py`); then the best few of these with other settings (`candidates.settings`); then,
-from the best, one ring after the other in another way (`candidates.moves`): the one with the
+from the best, one ring after the other with another variant (`candidates.moves`): the one with the
 smallest H first, each ring for itself, so that compiles grow with the number of rings and not with
 that of combinations (the greedy order of Lagom, arXiv 2602.20656; that a ring's granularity is a
-setting like channels is ours). Moves that help are put together and tried again. What is compiled
-is compiled in a child process (`trial.py`) and simulated; the step as it is is one of them, so a
-plan is never slower than plain by simulation. XLA's partitioner is asked first about whole plans
-and moves (`passes/estimation/estimate.py`), about many while children compile; those that it finds
-slower than the best so far are not compiled. Nothing is random: what ends early by its budget is a
-prefix of what would have been tried.
+setting like channels is ours). Moves that help are combined and tried again. Candidates compile in
+child processes (`trial.py`) and are simulated; the step without overlap is one, so a plan is never
+slower than plain by simulation. Full plans and moves are first partitioned and estimated
+(`passes/estimation/estimate.py`), many while children compile; those that are slower than the best
+by more than `SLOWER_PLAN` or `SLOWER_MOVE` are not compiled. Nothing is random: a search that its
+budget ends has tried a prefix of the candidates.
 """
 
 from __future__ import annotations
@@ -47,8 +47,8 @@ from jaxoverlap.tuning.lagom.granularity import GranularityModel
 from jaxoverlap.tuning.target import Look, Lower, Ready
 
 _TIMEOUT_S = 900.0  # for one candidate
-_WITH_SETTINGS = 2  # of the best that were compiled, with other settings
-_AHEAD = 8  # moves that XLA is asked about for each that is compiled, if there is time
+_PLANS_WITH_SETTINGS = 2  # the fastest plans, which are tried with other settings
+_MOVES_AHEAD = 8  # moves to estimate while children compile, for each worker
 _MOST_WORKERS = 8  # a compile takes gigabytes of memory
 
 
@@ -60,12 +60,12 @@ def _cores() -> int:
 
 @dataclass(frozen=True)
 class Tried:
-    """A candidate and what became of it.
+    """A candidate and its result.
 
     Attributes:
-        candidate: what was tried.
-        plan: what the rewrite made of it; None for the step as it is, or where the rewrite failed.
-        result: the child's result, or why there was none.
+        candidate: the candidate.
+        plan: its full plan; None for the step without overlap, or where the rewrite failed.
+        result: the child's result, or why there is none.
         request: the request that the child got.
     """
 
@@ -80,25 +80,25 @@ class Search:
     """One tuning.
 
     Attributes:
-        lower: rewrites and lowers a step by a plan or options; None is the step as it is.
+        lower: rewrites and lowers a step by a plan or options; by None without overlap.
         base: the options of the rules.
-        kept: the folder of cached results.
+        cache: the folder of cached results.
         memory_bytes: bytes of memory of a device.
         look: estimates a step by a plan or options from its partitioned program, in seconds.
-        model: makes the unified model of the step, from what the rules made of it.
+        model: makes the unified model of the step, from the result of the rules' plan.
         deadline: by `time.monotonic`; what has not begun by then is not tried.
         show: called with each result, in order.
         kernels: the kernels that the candidates share.
         workers: the number of children at a time.
         tried: all results, in order.
-        looked: the candidates that were estimated, with their seconds, by their keys; none where a
-            candidate cannot be rewritten.
+        looked: the candidates that were estimated, by key; their seconds are None where a
+            candidate cannot be rewritten or estimated.
         complete: whether the search ended by itself.
     """
 
     lower: Lower
     base: Options
-    kept: Path
+    cache: Path
     memory_bytes: int
     deadline: float
     look: Look = lambda source: None
@@ -137,15 +137,15 @@ class Search:
         return self.best
 
     def _fastest_plans(self) -> list[tuple[Candidate, Plan]]:
-        """List the fastest candidates with different plans; the step as it is has no plan."""
+        """List the fastest candidates with different plans; the step without overlap has none."""
         fastest: list[tuple[Candidate, Plan]] = []
         for one in sorted(self.tried, key=self._key):
             if one.plan is not None and all(one.plan != plan for _, plan in fastest):
                 fastest.append((one.candidate, one.plan))
-        return fastest[:_WITH_SETTINGS]
+        return fastest[:_PLANS_WITH_SETTINGS]
 
     def _refine(self, model: GranularityModel) -> bool:
-        """Move ring after ring, until nothing is left to try; False if time ran out before."""
+        """Change ring after ring, until no move is left to try; False if time ran out before."""
         seen: set[tuple[int, str]] = set()
         while True:
             best = self.best
@@ -164,7 +164,7 @@ class Search:
             tried = self._try(batch, meanwhile=looks)
             better = [t for t in tried if self._key(t) < self._key(best)]
             if len(better) > 1:
-                self._try([_together(best.plan, better, model)])
+                self._try([_combined(best.plan, better, model)])
 
     def _worth_compiling(
         self, rules: Candidate, candidates: Sequence[Candidate]
@@ -174,8 +174,8 @@ class Search:
         Those without an estimate come last: only a compile can tell.
 
         Args:
-            rules: the rules' own, which the others are held against.
-            candidates: the candidates, all of which are looked at if there is time.
+            rules: the rules' plan, whose estimate counts as well.
+            candidates: the candidates, all of which are estimated if there is time.
         """
         estimated = [(self._look(rules), rules)]
         for candidate in candidates:
@@ -189,9 +189,9 @@ class Search:
     def _promising(
         self, base_candidate: Candidate, following: Sequence[Candidate], seen: set[tuple[int, str]]
     ) -> list[Candidate]:
-        """Return the moves to compile next: by estimate the fastest of those looked at.
+        """Return the moves to compile next: the fastest by estimate, at most one for each worker.
 
-        Moves that are slower than the best so far are noted in `seen` and never compiled.
+        Moves slower than the best so far by `SLOWER_MOVE` are added to `seen`, never compiled.
         """
         here_s, promising = self._look(base_candidate), list[tuple[float, Candidate]]()
         for candidate in following:
@@ -219,8 +219,8 @@ class Search:
         return known.step_s
 
     def _looking(self, candidates: Sequence[Candidate]) -> Callable[[], bool]:
-        """Return what looks at the next of some candidates; False if there is none, or no time."""
-        remaining = iter(candidates[: _AHEAD * self.workers])
+        """Return a function that estimates the next candidate; it returns False at the end."""
+        remaining = iter(candidates[: _MOVES_AHEAD * self.workers])
 
         def look() -> bool:
             candidate = next(remaining, None)
@@ -274,7 +274,7 @@ class Search:
         remaining_s = deadline - time.monotonic()
         if remaining_s <= 0:
             return None
-        return attempt(request, self.kept, min(remaining_s, _TIMEOUT_S), self.kernels)
+        return attempt(request, self.cache, min(remaining_s, _TIMEOUT_S), self.kernels)
 
     def _lowered(self, candidate: Candidate) -> Ready | Failure:
         """Lower a candidate; one that cannot be rewritten fails, but the rules' error is raised."""
@@ -301,7 +301,7 @@ class Search:
         return int(tried.result.peak_bytes > most), seconds
 
 
-def _together(plan: Plan, better: Sequence[Tried], model: GranularityModel) -> Candidate:
+def _combined(plan: Plan, better: Sequence[Tried], model: GranularityModel) -> Candidate:
     """Combine all moves that helped in one candidate."""
     changes = {site: variant for t in better for site, variant in t.candidate.changes.items()}
     name = " + ".join(t.candidate.name for t in better)

@@ -130,7 +130,7 @@ def every_ring(call: jits.Call, options: Options) -> tuple[tuple[Site, ...], Pla
     rings = done.edited.facts.get(MakeRing)
     sites = [
         site_of(ring, source_of(ring.members[0].dot), groups[ring.first.ring.axis])
-        for ring in (rings.automatic if rings else ())
+        for ring in (rings.of_implied_collectives if rings else ())
         if prices.knows(ring)
     ]
     return tuple(sorted(sites, key=lambda site: site.number)), done.plan

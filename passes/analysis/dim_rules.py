@@ -21,8 +21,8 @@ from jaxoverlap.passes.analysis.sequence_call import SEQUENCE_CALL
 from jaxoverlap.passes.analysis.sharding_rules import (
     TE_BACKWARD,
     TE_FORWARD,
+    batch_elements_independent,
     rule_of,
-    sequences_are_alone,
 )
 
 Factors = tuple[Hashable, ...]
@@ -67,7 +67,7 @@ def _stated(eqn: Any, operands: tuple[Factors, ...], results: tuple[Factors, ...
     that only dropout reads, are of the parts' greatest; gradients of a shared bias are added.
     """
     factors = frozenset(f for names in (*operands, *results) for f in names)
-    if not sequences_are_alone(eqn):
+    if not batch_elements_independent(eqn):
         return DimRule(operands, results, mixed=factors)
     combine = {TE_FORWARD: "max", TE_BACKWARD: "add"}.get(eqn.primitive.name)
     return DimRule(operands, results, combine, mixed=factors - {"b"})

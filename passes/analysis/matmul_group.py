@@ -1,9 +1,9 @@
-"""Matmuls that stand in a jaxpr as one operation: a jit can then give them one sharding rule.
+"""A primitive for several matmuls, so that one sharding rule covers all of them.
 
     q, k, v = matmul_group[outputs=...] x wq wk wv      # and for x's gradient, one sum of three
 
-The operation is what `jaxoverlap.ops` binds. It computes what its `dot_general`s would, and the
-rest of this package opens it to read them.
+`jaxoverlap.ops` binds it. It computes what its `dot_general`s would, and the passes inline it to
+read them.
 """
 
 from __future__ import annotations
@@ -56,10 +56,10 @@ class Product:
 
 @dataclass(frozen=True)
 class MatmulGroup:
-    """Matmuls that are one operation.
+    """The matmuls of one operation.
 
     Attributes:
-        outputs: for each result the products whose sum it is; these give one shape and dtype.
+        outputs: for each result the products whose sum it is, all of one shape and dtype.
     """
 
     outputs: tuple[tuple[Product, ...], ...]
@@ -88,24 +88,23 @@ class MatmulGroup:
         for number, output in enumerate(self.outputs):
             for p in output:
                 einsum = p.einsum(avals[p.lhs], avals[p.rhs])
-                at: dict[str, Dim] = {}
+                first: dict[str, Dim] = {}
                 sides = (("operand", p.lhs), ("operand", p.rhs), ("result", number))
                 for side, letters in zip(sides, (einsum.lhs, einsum.rhs, einsum.out), strict=True):
                     for d, letter in enumerate(letters):
-                        pairs.append((at.setdefault(letter, (*side, d)), (*side, d)))
-        names = dict.fromkeys(dim for pair in pairs for dim in pair)
-        roots = {dim: dim for dim in names}
+                        pairs.append((first.setdefault(letter, (*side, d)), (*side, d)))
+        roots = {dim: dim for pair in pairs for dim in pair}
         for one, other in pairs:
             old, new = roots[other], roots[one]
             roots = {dim: new if root == old else root for dim, root in roots.items()}
         known = {root: f"f{i}" for i, root in enumerate(dict.fromkeys(roots.values()))}
 
-        def of(kind: str, number: int) -> tuple[str, ...]:
+        def names_of(kind: str, number: int) -> tuple[str, ...]:
             dims = sorted(d for d in roots if d[:2] == (kind, number))
             return tuple(known[roots[d]] for d in dims)
 
-        operands = tuple(of("operand", n) for n in range(len(avals)))
-        return operands, tuple(of("result", n) for n in range(len(self.outputs)))
+        operands = tuple(names_of("operand", n) for n in range(len(avals)))
+        return operands, tuple(names_of("result", n) for n in range(len(self.outputs)))
 
     def jaxpr(self, avals: Sequence[Any]) -> Any:
         """Trace the group for operands of these types."""

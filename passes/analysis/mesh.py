@@ -120,7 +120,7 @@ def partition_spec(spec: Sequence[tuple[str, ...]]) -> PartitionSpec:
     return PartitionSpec(*(axes or None for axes in spec))
 
 
-def automatic(mesh: Mesh) -> Mesh | AbstractMesh:
+def auto_mesh(mesh: Mesh) -> Mesh | AbstractMesh:
     """Return the mesh with all of its axes left to the partitioner.
 
     Where axes are explicit it is abstract: it stands inside `auto_axes`, where JAX knows the

@@ -2,9 +2,9 @@
 
     x: [s@model, d] ;  y = sharding_constraint[None, None] x ;  z = dot_general y w
 
-The gather is implied by the constraint and not by the matmul; whoever looks at `y` alone sees no
-collective. Where only matmuls read `y`, they may as well read `x`, and gather it themselves. In the
-same way a result that is only resharded may be given as it is wanted, be it transposed before.
+The constraint implies the gather, not the matmul: the sharding of `y` shows no collective. Where
+only matmuls read `y`, they can read `x` instead, and gather it themselves. In the same way a matmul
+can give a result that is only resharded in its final sharding, even if it is transposed before.
 """
 
 from __future__ import annotations

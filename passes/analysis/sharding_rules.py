@@ -1,4 +1,4 @@
-"""Read the sharding rules of operations that partition themselves.
+"""Sharding rules of custom_partitioning and of fused attention, cuDNN's and Transformer Engine's.
 
     q: b t n h ;  k: b s n h ;  v: b s n w   ->   out: b t n w ;  statistics: b n t
 
@@ -18,12 +18,14 @@ from jaxoverlap._jax import custom_partitioners
 from jaxoverlap.passes.analysis.matmul_group import MATMUL_GROUP
 
 Factors = tuple[str, ...]
-"""The names of a value's dims, in order; none for an operand that stands for a missing one."""
+"""The name of each dim of a value, in order; of a compound dim the major factor's. Empty for an
+operand that is a placeholder of size 0."""
 
-FORWARD, BACKWARD = "dot_product_attention_fwd_wrapper", "dot_product_attention_bwd_wrapper"
+CUDNN_FORWARD = "dot_product_attention_fwd_wrapper"
+CUDNN_BACKWARD = "dot_product_attention_bwd_wrapper"
 TE_FORWARD = "te_fused_attn_forward_ffi_wrapper"
 TE_BACKWARD = "te_fused_attn_backward_ffi_wrapper"
-_BNTH = 1  # of the parameter `layout`: heads stand before the sequence; 0: behind it
+_BNTH = 1  # value of the parameter `layout` with heads before the sequence; 0: BTNH
 
 
 class ShardingRule(NamedTuple):
@@ -35,8 +37,8 @@ class ShardingRule(NamedTuple):
 
 def partitions_itself(eqn: Any) -> bool:
     """Return whether a Python function decides how XLA's partitioner splits an equation."""
-    names = ("custom_partitioning", MATMUL_GROUP, FORWARD, BACKWARD, TE_FORWARD, TE_BACKWARD)
-    return eqn.primitive.name in names
+    attention = (CUDNN_FORWARD, CUDNN_BACKWARD, TE_FORWARD, TE_BACKWARD)
+    return eqn.primitive.name in ("custom_partitioning", MATMUL_GROUP, *attention)
 
 
 def rule_of(eqn: Any) -> ShardingRule | None:
@@ -50,7 +52,7 @@ def rule_of(eqn: Any) -> ShardingRule | None:
             tuple(map(_expanded, mappings[0], eqn.invars)),
             tuple(map(_expanded, mappings[1], eqn.outvars)),
         )
-    if name in (FORWARD, BACKWARD):
+    if name in (CUDNN_FORWARD, CUDNN_BACKWARD):
         return _attention(eqn)
     if name in (TE_FORWARD, TE_BACKWARD):
         return _te_attention(eqn)
@@ -69,42 +71,43 @@ def _expanded(mapping: Sequence[Any], var: Any) -> Factors:
 
 
 def _attention(eqn: Any) -> ShardingRule | None:
-    """Return the rule of cuDNN's attention; None with pages or a function of the scores.
+    """Return the rule of cuDNN's attention; None with paged keys or a `score_mod`.
 
-    Query heads have a name of their own where several share a key.
+    Heads of keys and values are factor m where there are fewer than query heads, which are n.
     """
     query, key = (v.aval.shape for v in eqn.invars[:2])
     pages = any(v.aval.size for v in eqn.invars[8:10])
     if pages or eqn.params.get("score_mod") is not None:
         return None
     heads_first = eqn.params["layout"] == _BNTH
-    shared = "n" if query[1 if heads_first else 2] == key[1 if heads_first else 2] else "m"
+    kv_heads = "n" if query[1 if heads_first else 2] == key[1 if heads_first else 2] else "m"
 
     def placed(length: str, heads: str, size: str) -> Factors:
         return ("b", heads, length, size) if heads_first else ("b", length, heads, size)
 
-    q, k, v = placed("t", "n", "h"), placed("s", shared, "h"), placed("s", shared, "w")
+    q, k, v = placed("t", "n", "h"), placed("s", kv_heads, "h"), placed("s", kv_heads, "w")
     out, statistics = placed("t", "n", "w"), ("b", "n", "t")
     bias = eqn.invars[3].aval.shape
     of_bias = tuple(
         name if size > 1 else f"one {d}"
         for d, (name, size) in enumerate(zip("bnts", bias, strict=False))
     )
+    # bias, q_seqlen, kv_seqlen, q_offsets, kv_offsets, page_table_k, page_table_v
     given = [q, k, v, of_bias, ("b",), ("b",), ("b", "segments"), ("b", "segments"), (), ()]
-    given += [statistics, out, out] if eqn.primitive.name == BACKWARD else []
-    made = [q, k, v, of_bias] if eqn.primitive.name == BACKWARD else [out, statistics]
+    given += [statistics, out, out] if eqn.primitive.name == CUDNN_BACKWARD else []
+    made = [q, k, v, of_bias] if eqn.primitive.name == CUDNN_BACKWARD else [out, statistics]
     operands = tuple(
         names if v.aval.size else () for names, v in zip(given, eqn.invars, strict=True)
     )
     return ShardingRule(operands, tuple(made[: len(eqn.outvars)]))
 
 
-def sequences_are_alone(eqn: Any) -> bool:
+def batch_elements_independent(eqn: Any) -> bool:
     """Return whether an attention computes each sequence of its batch alone.
 
     Not with dropout, whose mask depends on the position in the batch.
     """
-    if eqn.primitive.name in (FORWARD, BACKWARD):
+    if eqn.primitive.name in (CUDNN_FORWARD, CUDNN_BACKWARD):
         return not eqn.params["dropout_rate"]
     if eqn.primitive.name in (TE_FORWARD, TE_BACKWARD):
         return not getattr(eqn.params.get("config"), "dropout_probability", 1.0)
@@ -114,7 +117,10 @@ def sequences_are_alone(eqn: Any) -> bool:
 # Transformer Engine's operands behind q, k and v: forward, and backward. Each has a batch or none.
 _TE_OPERANDS = {
     TE_FORWARD: ("bias", "softmax_offset", "seed", *["sequences"] * 8),
-    TE_BACKWARD: ("bias", "softmax_offset", "sums", "rng_state", "out", "out", *["sequences"] * 8),
+    TE_BACKWARD: (
+        *("bias", "softmax_offset", "softmax_aux", "rng_state", "out", "out"),
+        *["sequences"] * 8,
+    ),
 }
 
 
@@ -135,7 +141,7 @@ def _te_attention(eqn: Any) -> ShardingRule | None:
         own = tuple(f"{kind} {index} {d}" for d in range(aval.ndim))
         if kind == "out" or not aval.size:
             return out if aval.size else ()
-        if kind == "sums":
+        if kind == "softmax_aux":
             by_head = aval.shape[1:3] == (heads, length)
             return ("b", *(("n", "t") if by_head else ("t", "n")), own[3])
         if kind == "sequences":
@@ -148,8 +154,9 @@ def _te_attention(eqn: Any) -> ShardingRule | None:
     rest = zip(others, avals[3:], strict=True)
     operands = (q, k, v, *(factors(i, kind, aval) for i, (kind, aval) in enumerate(rest)))
     if name == TE_BACKWARD:
-        return ShardingRule(operands, operands[:5])
-    results = zip(("out", "sums", "rng_state", "max_logit"), eqn.outvars, strict=True)
+        return ShardingRule(operands, operands[:5])  # gradients: q, k, v, bias, softmax_offset
+    results = zip(("out", "softmax_aux", "rng_state", "max_logit"), eqn.outvars, strict=True)
+    # 20 on: no operand has such an index, so results share no factor with one by chance
     return ShardingRule(
         operands, tuple(factors(20 + i, kind, v.aval) for i, (kind, v) in enumerate(results))
     )
@@ -160,7 +167,7 @@ def _te_packed(avals: Any) -> tuple[Factors, Factors, Factors]:
     q, k, _ = avals[:3]
     if q.ndim == 5:
         return ("b", "t", "three", "n", "h"), (), ()
-    shared = "n" if q.shape[-2] == k.shape[-2] else "m"
+    kv_heads = "n" if q.shape[-2] == k.shape[-2] else "m"
     if k.ndim == 5:
-        return ("b", "t", "n", "h"), ("b", "s", "two", shared, "h"), ()
-    return ("b", "t", "n", "h"), ("b", "s", shared, "h"), ("b", "s", shared, "w")
+        return ("b", "t", "n", "h"), ("b", "s", "two", kv_heads, "h"), ()
+    return ("b", "t", "n", "h"), ("b", "s", kv_heads, "h"), ("b", "s", kv_heads, "w")

@@ -48,10 +48,8 @@ class Followed:
     """An equation that can run on the parts of a split batch.
 
     Attributes:
-        operands: the batch dim of each operand; None for one that all parts
-            share.
-        results: the batch dim of each result; the name of a primitive if the
-            results of the parts are combined by it.
+        operands: the batch dim of each operand; None for one that all parts share.
+        results: the batch dim of each result; or the primitive that combines those of the parts.
         params: the parameters that differ for a part.
     """
 
@@ -61,7 +59,7 @@ class Followed:
 
 
 Dims = Sequence[int | None]
-"""The dim of each operand along which its rows lie; None for one that is whole."""
+"""The batch dim of each operand; None for one without, which all parts share."""
 
 
 def follow(eqn: Any, dims: Dims, split: BatchSplit) -> Followed | None:
@@ -80,12 +78,12 @@ def follow(eqn: Any, dims: Dims, split: BatchSplit) -> Followed | None:
     if (rule := dim_rule(eqn)) is None:
         return None
     pairs = zip(rule.operands, dims, strict=True)
-    rows = list(dict.fromkeys(factors[d] for factors, d in pairs if d is not None))
-    if len(rows) > 1 and eqn.primitive.name == "dot_general":
-        rows = [*(factor for factor in rows if factor in rule.results[0]), *rows][:1]
-    if len(rows) > 1 or not rule.mixed.isdisjoint(rows):
+    batch = list(dict.fromkeys(factors[d] for factors, d in pairs if d is not None))
+    if len(batch) > 1 and eqn.primitive.name == "dot_general":
+        batch = [*(factor for factor in batch if factor in rule.results[0]), *batch][:1]
+    if len(batch) > 1 or not rule.mixed.isdisjoint(batch):
         return None
-    (factor,) = rows
+    (factor,) = batch
     operands = tuple(f.index(factor) if factor in f else None for f in rule.operands)
     missing = any(factor not in factors for factors in rule.results)
     if missing and rule.combine is None:
@@ -96,12 +94,12 @@ def follow(eqn: Any, dims: Dims, split: BatchSplit) -> Followed | None:
     return None if params is None else Followed(operands, results, params)
 
 
-def _halved(shape: Sequence[int], dim: int, split: BatchSplit) -> tuple[int, ...]:
+def _part_shape(shape: Sequence[int], dim: int, split: BatchSplit) -> tuple[int, ...]:
     return (*shape[:dim], split.part(shape[dim]), *shape[dim + 1 :])
 
 
 def _params(eqn: Any, dim: int | None, out: int | str | None, split: BatchSplit) -> Any:
-    """Return the parameters that are others for a part; None if the part is not legal."""
+    """Return the parameters that differ for a part; None if a part would be invalid."""
     name, params = eqn.primitive.name, eqn.params
     if name == "sharding_constraint":
         assert dim is not None
@@ -109,7 +107,7 @@ def _params(eqn: Any, dim: int | None, out: int | str | None, split: BatchSplit)
     if name == "reshape":
         if not isinstance(out, int) or not split.divides(params["new_sizes"][out]):
             return None
-        return {"new_sizes": _halved(params["new_sizes"], out, split)}
+        return {"new_sizes": _part_shape(params["new_sizes"], out, split)}
     if name == SEQUENCE_CALL:
         part = _of_part(eqn, split)
         alike = len(dots(part)) == len(dots(params["jaxpr"]))  # no other branch for its size
@@ -117,7 +115,9 @@ def _params(eqn: Any, dim: int | None, out: int | str | None, split: BatchSplit)
     if name == "gather" and dim in params["dimension_numbers"].operand_batching_dims:
         return {}
     if (param := _SIZES.get(name)) and isinstance(out, int) and dim is not None:
-        return {param: _halved(params[param], out if name == "broadcast_in_dim" else dim, split)}
+        return {
+            param: _part_shape(params[param], out if name == "broadcast_in_dim" else dim, split)
+        }
     return {}
 
 
@@ -125,7 +125,7 @@ def _of_part(eqn: Any, split: BatchSplit) -> Any:
     """Trace the function of a `per_sequence` for a part of the batch."""
     call, types = eqn.params["call"], eqn.params["types"]
     parts = [
-        aval if d is None else aval.update(shape=_halved(aval.shape, d, split))
+        aval if d is None else aval.update(shape=_part_shape(aval.shape, d, split))
         for aval, d in zip(types, call.operands, strict=True)
     ]
     with inlining.mesh_of_types(parts):
@@ -160,7 +160,7 @@ def _divides(target: Any, var: Any, dim: int, split: BatchSplit) -> bool:
     if not isinstance(target, jax.sharding.Sharding):
         return False
     try:
-        target.shard_shape(_halved(var.aval.shape, dim, split))
+        target.shard_shape(_part_shape(var.aval.shape, dim, split))
     except ValueError:
         return False
     return True

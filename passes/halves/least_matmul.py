@@ -1,8 +1,8 @@
-"""Find the smallest matmul that all parts do with one weight: XLA may make one of those.
+"""Find the smallest matmul that every batch part repeats with a shared weight.
 
-XLA's dot merger puts small matmuls that share an operand together (by default where one of the two
-reads and writes less than 64 MiB), as those of queries, keys and values. Of two parts that would
-make one again, which waits for the collectives of both.
+XLA's dot merger fuses small matmuls that share an operand (by default where one of the two reads
+and writes less than 64 MiB), as those of queries, keys and values. The matmuls of two parts would
+become one again, which waits for the collectives of both.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def least_matmul(
     """Return the bytes that the smallest such matmul of one part reads and writes on one device.
 
     Args:
-        jaxpr, cut, parts: as for `shardings_of_parts`.
+        jaxpr, cut, parts: the step, the step in parts, and their number.
         shardings: of the matmuls of the step in parts.
         axis_sizes: devices along each mesh axis.
 
@@ -40,23 +40,23 @@ def least_matmul(
     """
     return min(
         (
-            _local_bytes(of_it[0], shardings.get(of_it[0].index), axis_sizes)
-            for of_it in _sharing(jaxpr, cut, parts)
+            _local_bytes(copies[0], shardings.get(copies[0].index), axis_sizes)
+            for copies in _sharing(jaxpr, cut, parts)
         ),
         default=None,
     )
 
 
 def _sharing(jaxpr: Any, cut: Any, parts: int) -> Iterator[list[Dot]]:
-    """Yield the matmuls of all parts that read one value."""
-    for _, of_it in matmuls_of_parts(jaxpr, cut, parts):
-        read = [set(compat.variables(part.eqn.invars)) for part in of_it]
-        if len(of_it) > 1 and set.intersection(*read):
-            yield of_it
+    """Yield the copies of a matmul, one for each part, if they share an operand."""
+    for _, copies in matmuls_of_parts(jaxpr, cut, parts):
+        read = [set(compat.variables(part.eqn.invars)) for part in copies]
+        if len(copies) > 1 and set.intersection(*read):
+            yield copies
 
 
 def _local_bytes(dot: Dot, shardings: Shardings | None, axis_sizes: Mapping[str, int]) -> int:
-    """Return the bytes of a matmul's three sides on one device; all of them if it is not known."""
+    """Return the bytes of a matmul's three sides on one device; global ones if unknown."""
     avals = [v.aval for v in (*dot.eqn.invars, *dot.eqn.outvars)]
     matmul = matmul_of(dot, shardings, axis_sizes) if shardings else None
     if not isinstance(matmul, ShardedMatmul):

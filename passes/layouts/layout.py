@@ -7,8 +7,8 @@
     a gradient: [hidden, inner]                      ->   (fsdp, tp)
 
 Each axis has the names that it may shard, in order of preference; in a value it shards the first of
-them that the value has. So a layout gives every value's sharding, and there are few layouts:
-Megatron's sequence parallelism is `sequence` at the end of a list.
+them that the value has and that it divides evenly. So a layout gives every value's sharding, and
+there are few layouts: Megatron's sequence parallelism is `sequence` at the end of a list.
 
 The first layouts come from the shardings that the step's arguments have. Then one axis at a time
 prefers another name, or gives one up. Alpa (arXiv:2201.12023, section 4) and TOAST
@@ -37,17 +37,17 @@ def spec_of(
 
     Args:
         names: the names of its dims.
-        shape: its shape; an axis shards a dim only if it divides it evenly.
+        shape: its shape.
         layout: the layout.
         sizes: devices along each mesh axis.
     """
     parts: list[tuple[str, ...]] = [()] * len(names)
-    left = list(shape)
+    local = list(shape)
     for axis, preferred in layout.items():
         dims = (names.index(name) for name in preferred if name in names)
         for d in dims:
-            if left[d] % sizes[axis] == 0:
-                parts[d], left[d] = (*parts[d], axis), left[d] // sizes[axis]
+            if local[d] % sizes[axis] == 0:
+                parts[d], local[d] = (*parts[d], axis), local[d] // sizes[axis]
                 break
     return tuple(parts)
 
@@ -66,7 +66,7 @@ def starts(
         dims: its named dims.
         sizes: devices along each mesh axis.
     """
-    weights, batch = _given(jaxpr, arguments, dims)
+    weights, batch = _sharded_names(jaxpr, arguments, dims)
     orders = []
     for axis, size in sizes.items():
         one, other = weights.get(axis, ()), batch.get(axis, ())
@@ -76,19 +76,19 @@ def starts(
         yield dict(chosen)
 
 
-def _given(
+def _sharded_names(
     jaxpr: Any, arguments: Sequence[Spec | None], dims: DimNames
 ) -> tuple[dict[str, tuple[Name, ...]], dict[str, tuple[Name, ...]]]:
     """Return for each axis the names that it shards in the weights, and in the other arguments.
 
     An argument is a weight (or a part of an optimizer's state) if the step gives back an array of
-    its type. The names with most bytes come first.
+    its type. The names with most elements come first.
     """
-    own = weights_of(jaxpr)
+    weight_vars = weights_of(jaxpr)
     weights: dict[str, Counter[Name]] = {}
     batch: dict[str, Counter[Name]] = {}
     for var, spec in zip(jaxpr.invars, arguments, strict=True):
-        side = weights if var in own else batch
+        side = weights if var in weight_vars else batch
         for name, axes in zip(dims.of(var), spec or (), strict=False):
             for axis in axes:
                 counted = side.setdefault(axis, Counter())
@@ -97,7 +97,7 @@ def _given(
 
 
 def weights_of(jaxpr: Any) -> set[Any]:
-    """Return the arguments of a step of whose type it also has a result: weights, and states."""
+    """Return the arguments of whose type a step also has a result: weights and optimizer state."""
     returned = {(v.aval.shape, v.aval.dtype) for v in jaxpr.outvars}
     return {v for v in jaxpr.invars if (v.aval.shape, v.aval.dtype) in returned}
 
@@ -125,7 +125,7 @@ def neighbours(layout: Layout, names: Sequence[Name]) -> Iterator[Layout]:
 
 
 def by_size(values: Sequence[Any], dims: DimNames) -> list[Name]:
-    """Return the names of the dims of values, those that stand in most elements first."""
+    """Return the names of the dims of values, those of most elements first."""
     counted = Counter[Name]()
     for var in values:
         for name in set(dims.of(var)):

@@ -28,9 +28,9 @@ from jaxoverlap.passes.planning.independent_matmuls import IndependentMatmuls
 from jaxoverlap.passes.planning.layout import traffic
 from jaxoverlap.passes.planning.manual.share import share_written
 from jaxoverlap.passes.planning.matmuls import (
+    explicit_axes_mismatch,
     matmul_of,
     refusal,
-    typed_otherwise,
     variant_of,
     why_unfit,
 )
@@ -119,7 +119,7 @@ class _Step:
         """Return a matmul with its sharding, or why it is not rewritten."""
         unread = self.terms.unread
         reason = Reason("no ring", unread) if unread else refusal(dot, self.terms.requests)
-        reason = reason or typed_otherwise(dot, self.terms.explicit)
+        reason = reason or explicit_axes_mismatch(dot, self.terms.explicit)
         return reason or rejected.get(dot.index) or self._known(dot.index)
 
     def beyond(self, dot: Dot) -> tuple[Specs, Specs, Specs]:

@@ -1,4 +1,4 @@
-"""Read a matmul for the sharding algebra, or say why it cannot have a ring."""
+"""Decide whether a matmul may become a ring, read its shardings, fit a variant to a chunk size."""
 
 from __future__ import annotations
 
@@ -41,14 +41,14 @@ def matmul_of(
 
 
 def refusal(dot: Dot, requests: Requests) -> Reason | None:
-    """Return why a matmul is skipped before its sharding is considered, or None."""
+    """Return why the user's requests, or the matmul alone, rule a ring out; None if they do not."""
     if (requested := requests.refusal(names_of(dot))) is not None:
         return requested
     unfit = why_unfit(dot)
     return Reason("no ring", unfit) if unfit else None
 
 
-def typed_otherwise(dot: Dot, explicit: Sequence[str]) -> Reason | None:
+def explicit_axes_mismatch(dot: Dot, explicit: Sequence[str]) -> Reason | None:
     """Return why a matmul whose types state other axes than the mesh is skipped, or None."""
     stated = compat.stated_axes(dot.eqn)
     if stated is None or set(stated) == set(explicit):
@@ -62,10 +62,10 @@ def typed_otherwise(dot: Dot, explicit: Sequence[str]) -> Reason | None:
 
 
 def why_unfit(dot: Dot) -> str | None:
-    """Return why the sharding algebra cannot take a matmul, or None if it can."""
+    """Return why a matmul can have no ring, whatever its sharding; None if it can."""
     if dot.eqn.primitive.name != "dot_general":
         return f"{dot.eqn.primitive.name}: no ring for that"
-    if dot.inside:
+    if dot.inside:  # a primitive whose body has rules of its own, as pallas_call
         return f"inside {dot.inside}, whose body is not rewritten"
     if num_dims(dot) > len(LETTERS):
         return f"its operands have {num_dims(dot)} dims: more than letters ({len(LETTERS)})"
@@ -82,7 +82,7 @@ def why_unfit(dot: Dot) -> str | None:
 
 
 def variant_of(kind: Kind, chunk: int, wanted: Variant) -> tuple[Variant, str]:
-    """Return the variant that fits a ring's chunk size, and why it is not the wanted one."""
+    """Return the variant that fits a ring's chunk size, and why its slices were dropped, or ""."""
     if chunk % wanted.slices:
         style = "one_way" if wanted.style == "sliced" else wanted.style
         why = f"in one piece: a chunk of {chunk} rows does not divide by {wanted.slices}"

@@ -19,7 +19,7 @@ from jaxoverlap.passes.analysis.partitioned import Shardings
 from jaxoverlap.passes.analysis.reshards import End, Reshards
 from jaxoverlap.passes.edited import misfit
 from jaxoverlap.passes.planning.layout import Layout, lay_out
-from jaxoverlap.passes.planning.manual.find import possible_rings
+from jaxoverlap.passes.planning.manual.candidates import possible_rings
 from jaxoverlap.passes.planning.manual.share import add_written_ring, keep, started
 from jaxoverlap.passes.planning.matmuls import matmul_of, variant_of, why_unfit
 from jaxoverlap.passes.planning.ring_plan import BodyRings, Hoist, Member, Ring, Value

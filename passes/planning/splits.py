@@ -1,4 +1,4 @@
-"""The sharding algebra finds the collective that a matmul waits for.
+"""Find, for each mesh axis, which collective a sharded matmul needs: the sharding algebra.
 
 A matmul is an einsum, and each of its letters is batch, contracted, or free of one operand. A mesh
 axis may shard one letter of each operand and of the result. The devices of that axis can split the
@@ -61,8 +61,9 @@ class Split:
     Attributes:
         axis: the mesh axis.
         axis_size: the devices along it.
-        lhs, rhs, out: the dim that holds the axis in each side, as the split takes and gives it
-            (None: replicated). Where an operand is given replicated, a device takes its own slice.
+        lhs, rhs, out: the dim that holds the axis in each side, in operands before the collective
+            and in the result after it (None: replicated). Of a replicated operand that the split
+            shares out, a device takes its own slice.
         collective: the collective it needs, or None.
     """
 
@@ -85,7 +86,7 @@ class Refusal:
     Attributes:
         axis: the mesh axis.
         reason: the collectives that it wants, in words.
-        first: collectives of operands that could be done before, to leave a split with only one.
+        first: collectives of operands that could be hoisted, to leave a split with only one.
     """
 
     axis: str
@@ -95,7 +96,7 @@ class Refusal:
 
 @dataclass(frozen=True)
 class _Move:
-    """One collective that one split would need; the result's own gather is not an operand's."""
+    """One collective that one split would need; "gather" is one of the result: XLA's, no ring."""
 
     verb: Kind | Literal["gather"]
     side: Side
@@ -169,14 +170,14 @@ def split(matmul: ShardedMatmul, axis: str) -> Split | Refusal:
 
     A split that moves nothing beats one with a single move that a ring can do, and that beats the
     rest; among equals the fewest bytes win. All devices doing the same work (no dim) is taken only
-    where it moves nothing and every split does.
+    where it moves nothing and the split along every dim moves something.
     """
-    letter, paid = _cheapest(matmul, axis)
-    if _decomposed(paid):
-        return _split(matmul, axis, letter, paid)
-    wanted = " and ".join(map(_said, paid))
-    operands = sorted((m for m in paid if m.side != "out"), key=lambda m: m.bytes_moved)
-    first = tuple(m.collective() for m in operands[: len(paid) - 1])
+    letter, moves = _cheapest(matmul, axis)
+    if _ring_suffices(moves):
+        return _split(matmul, axis, letter, moves)
+    wanted = " and ".join(map(_in_words, moves))
+    operands = sorted((m for m in moves if m.side != "out"), key=lambda m: m.bytes_moved)
+    first = tuple(m.collective() for m in operands[: len(moves) - 1])
     return Refusal(axis, f"{axis} wants {wanted}: no ring for that", first)
 
 
@@ -187,28 +188,28 @@ def shared_letter(matmul: ShardedMatmul, axis: str) -> str | None:
 
 def _cheapest(matmul: ShardedMatmul, axis: str) -> tuple[str | None, list[_Move]]:
     """Return the letter that an axis splits along best, and the moves that this needs."""
-    paid = {c: _paid_moves(matmul, axis, c) for c in (*sorted(matmul.einsum.sizes), None)}
+    moves_along = {c: _moves(matmul, axis, c) for c in (*sorted(matmul.einsum.sizes), None)}
 
     def rank(c: str | None) -> tuple[bool, bool, bool, int]:
-        moves = paid[c]
+        moves = moves_along[c]
         total = sum(m.bytes_moved for m in moves)
-        return bool(moves), c is None, not _decomposed(moves), total
+        return bool(moves), c is None, not _ring_suffices(moves), total
 
-    best = min(paid, key=rank)
-    return best, paid[best]
+    best = min(moves_along, key=rank)
+    return best, moves_along[best]
 
 
-def _said(move: _Move) -> str:
+def _in_words(move: _Move) -> str:
     to = f" to {move.to}" if move.to else ""
     return f"{move.verb} of {move.side} dim {move.letter}{to}"
 
 
-def _decomposed(moves: Sequence[_Move]) -> bool:
-    """Return whether the passes can do these moves: none, or one that they know."""
+def _ring_suffices(moves: Sequence[_Move]) -> bool:
+    """Return whether a split needs no collective, or a single one that can become a ring."""
     return len(moves) <= 1 and all(m.verb in _KINDS for m in moves)
 
 
-def _paid_moves(matmul: ShardedMatmul, axis: str, letter: str | None) -> list[_Move]:
+def _moves(matmul: ShardedMatmul, axis: str, letter: str | None) -> list[_Move]:
     """List the moves by which `axis` splits the work along `letter` (None: not at all)."""
     moves = (
         _operand_move(matmul, axis, "lhs", letter),
@@ -247,17 +248,17 @@ def _result_move(matmul: ShardedMatmul, axis: str, c: str | None) -> _Move | Non
     return _Move("all_to_all", "out", c, full_bytes * (n - 1) // n**2, want)
 
 
-def _split(matmul: ShardedMatmul, axis: str, c: str | None, paid: Sequence[_Move]) -> Split:
-    """Make the split along `c`, with where each side holds the axis before and after its move."""
-    at: dict[str, str | None] = {
+def _split(matmul: ShardedMatmul, axis: str, c: str | None, moves: Sequence[_Move]) -> Split:
+    """Make the split along `c`: operands as before their collective, the result as after its."""
+    letters: dict[str, str | None] = {
         side: c if c is not None and c in matmul.einsum.side(side) else None
         for side in ("lhs", "rhs", "out")
     }
     collective = None
-    for move in paid:
+    for move in moves:
         collective = move.collective()
         if collective.kind == "all_to_all" and collective.side == "out":
-            at["out"] = collective.to
+            letters["out"] = collective.to
         elif collective.kind != "all_reduce":
-            at[collective.side] = collective.letter
-    return Split(axis, matmul.axis_sizes[axis], at["lhs"], at["rhs"], at["out"], collective)
+            letters[collective.side] = collective.letter
+    return Split(axis, matmul.axis_sizes[axis], **letters, collective=collective)

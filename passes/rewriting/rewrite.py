@@ -1,12 +1,12 @@
-"""Replace matmuls by rings.
+"""Replace each collective and its matmuls by a ring, in the jaxpr.
 
     q = dot_general x wq ;  k = dot_general x wk
 
 ->  q, k = shard_map[in_specs=... out_specs=...] x wq wk
-                                                            # whose body is one ring for both
+                                                            # in which one ring does both
 
-A body keeps its operands and results, so the jaxprs around it (scan, remat, ...) stay. Inside it
-equations may be reordered, as far as their operands allow.
+A body (a jaxpr or sub-jaxpr) keeps its operands and results, so the jaxprs around it (scan, remat,
+...) stay. Inside it equations may be reordered, as far as their operands allow.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from jaxoverlap._jax import compat, inlining
 from jaxoverlap._jax.partitioner import many_processes_of_cpus
 from jaxoverlap.passes.analysis.errors import RewriteError, could_not_rewrite
 from jaxoverlap.passes.analysis.jaxprs import Body, bodies, map_bodies
-from jaxoverlap.passes.analysis.mesh import automatic, explicit_axes, partition_spec
+from jaxoverlap.passes.analysis.mesh import auto_mesh, explicit_axes, partition_spec
 from jaxoverlap.passes.edited import EditedStep, check_sites, misfit
 from jaxoverlap.passes.planning.decide import decisions
 from jaxoverlap.passes.planning.entries import source_of
@@ -50,17 +50,17 @@ class Rings:
     """The rings of a step, as edits have made them.
 
     Attributes:
-        rings_by_body: those of each body, by its number.
-        gathered: the variables of what is gathered before rings, each with the bytes that a device
-            holds of it.
+        rings_by_body: the rings of each body, by its number.
+        gathered: the variables of values that are gathered before rings (hoisted), each with its
+            bytes on one device.
     """
 
     rings_by_body: Mapping[int, BodyRings]
     gathered: Mapping[Any, int]
 
     @property
-    def automatic(self) -> tuple[Ring, ...]:
-        """The rings of all collectives but those that the user wrote in a shard_map."""
+    def of_implied_collectives(self) -> tuple[Ring, ...]:
+        """The rings of collectives that XLA would insert, not of those written in a shard_map."""
         every = (ring for body_rings in self.rings_by_body.values() for ring in body_rings.rings)
         return tuple(ring for ring in every if ring.written is None)
 
@@ -75,7 +75,12 @@ class Rings:
 
 
 def run(step: EditedStep, edits: Sequence[RingEdit]) -> EditedStep:
-    """Make the rings that edits name; `EditedStep.facts` has a `Rings`."""
+    """Make the rings that edits name; `EditedStep.facts` has a `Rings`.
+
+    Raises:
+        UserError: if an edit does not fit the step.
+        RewriteError: as `rewrite`.
+    """
     named: dict[int, RingEdit] = {}
     for edit in edits:
         for matmul in edit.matmuls if isinstance(edit, MakeRing) else (edit.matmul,):
@@ -88,6 +93,7 @@ def run(step: EditedStep, edits: Sequence[RingEdit]) -> EditedStep:
         here = list({id(e): e for dot in body.dots if (e := named.get(dot.index))}.values())
         if here:
             rings_by_body[body.index] = placed(body, here, sizes)
+    # ties: barriers that hold a hop and a matmul together
     with without_ties(many_processes_of_cpus(step.mesh.devices.flat)):
         jaxpr, gathered = rewrite(step.jaxpr, rings_by_body, step.mesh)
     return step.to(jaxpr, {MakeRing: Rings(rings_by_body, gathered)})
@@ -99,11 +105,11 @@ def rewrite(
     """Replace a jaxpr's matmuls by rings, as decided for each body (by its number).
 
     Returns:
-        The jaxpr, and the variables of what is gathered before rings, each with the bytes that a
-        device holds of it.
+        The jaxpr, and the variables of values gathered before rings, each with its bytes on one
+        device.
 
     Raises:
-        RewriteError: if that fails for one, naming the equation and its source line.
+        RewriteError: if a ring cannot be made, naming its matmuls and their source lines.
     """
     gathered: dict[Any, int] = {}
 
@@ -111,47 +117,47 @@ def rewrite(
         body_rings = rings_by_body.get(body.index)
         if body_rings is None or not (body_rings.rings or body_rings.readers):
             return None
-        rewritten = _Rewritten(body, body_rings, mesh)
-        eqns = rewritten.eqns()
-        hoisted = ((value, v) for value, v in rewritten.made.items() if value in body_rings.hoisted)
+        rewriter = _BodyRewriter(body, body_rings, mesh)
+        eqns = rewriter.eqns()
+        hoisted = ((value, v) for value, v in rewriter.made.items() if value in body_rings.hoisted)
         gathered.update((v, _local_bytes(value, mesh)) for value, v in hoisted)
         return eqns
 
     return map_bodies(jaxpr, visit), gathered
 
 
-class _Rewritten:
-    """One body, written anew: it emits each gather when the first that reads it comes."""
+class _BodyRewriter:
+    """Emits the equations of one body, and each gather just before the first that reads it."""
 
     def __init__(self, body: Body, body_rings: BodyRings, mesh: Mesh):
         self.body, self.body_rings = body, body_rings
         self.explicit = explicit_axes(mesh)
-        self.mesh = automatic(mesh)
+        self.auto_mesh = auto_mesh(mesh)
         self.dot = dot_on(mesh)
-        self.made: dict[Value, Any] = {}  # the variables of gathered values
+        self.made: dict[Value, Any] = {}  # the variables of hoisted and of kept values
         self.new: list[Any] = []
 
     def eqns(self) -> list[Any]:
-        for step in self.body_rings.in_order(self.body):
-            if isinstance(step, Ring):
-                self.ring(step)
-            elif isinstance(step, Member):
-                self.reader(step)
+        for item in self.body_rings.in_order(self.body):
+            if isinstance(item, Ring):
+                self.emit_ring(item)
+            elif isinstance(item, Member):
+                self.emit_reader(item)
             else:
-                self.new.append(self.body.eqns[step])
+                self.new.append(self.body.eqns[item])
         return self.new
 
-    def atom(self, value: Value, like: Any) -> Any:
+    def var_of(self, value: Value, like: Any) -> Any:
         """Return the variable that holds a value; emit its gather if it is the first to ask."""
         if value in self.made:
             return self.made[value]
         hoist = self.body_rings.hoisted.get(value)
         if hoist is None:
             return value.var
-        before = self.atom(hoist.before, like)
+        before = self.var_of(hoist.before, like)
         self.made[value] = self.moved(value)
-        alike = hoist.kind, hoist.axis, hoist.after.spec
-        self.emit(_gather(hoist, self.mesh), [before], [self.made[value]], like, alike)
+        key = hoist.kind, hoist.axis, hoist.after.spec
+        self.emit(_reshard(hoist, self.auto_mesh), [before], [self.made[value]], like, key)
         return self.made[value]
 
     def moved(self, value: Value) -> Any:
@@ -164,54 +170,61 @@ class _Rewritten:
         operands: Sequence[Any],
         results: Sequence[Any],
         like: Any,
-        alike: Hashable,
+        key: Hashable,
         scope: str = "",
     ) -> None:
         """Emit the equations of a function of some variables, whose results are others.
 
         Args:
-            fn, operands, results, like, scope: as for `inlining.inline`.
-            alike: as there; the mesh is the same for all.
+            fn: the function.
+            operands, results: the variables that it reads, and those that it computes.
+            like: the equation whose source line, name stack and context these get.
+            key: of functions with equal keys, and operands of the same types, one is traced.
+            scope: a name to put on the stack.
         """
         outs: list[Any] = []
         if self.explicit:  # our shardings are for the partitioner: the types keep the user's own
             outs = [compat.typed_spec(v) for v in results]
             fn = jax.sharding.auto_axes(fn, axes=self.explicit, out_sharding=outs)
-        alike = (self.mesh, self.explicit, *outs, alike)
+        alike = (self.auto_mesh, self.explicit, *outs, key)
         self.new += inlining.inline(fn, operands, results, like, alike=alike, scope=scope)
 
-    def reader(self, member: Member) -> None:
+    def emit_reader(self, member: Member) -> None:
+        """Emit a matmul outside rings that reads a value gathered for it or for others."""
         eqn = member.dot.eqn
-        atoms = [self.atom(value, eqn) for value in (member.lhs, member.rhs)]
-        self.new.append(eqn.replace(invars=atoms))
+        operands = [self.var_of(value, eqn) for value in (member.lhs, member.rhs)]
+        self.new.append(eqn.replace(invars=operands))
 
-    def ring(self, ring: Ring) -> None:
+    def emit_ring(self, ring: Ring) -> None:
         eqn = ring.members[0].dot.eqn
         try:
-            operands = [self.atom(value, eqn) for value, _ in operands_of(ring)]
+            operands = [self.var_of(value, eqn) for value, _ in operands_of(ring)]
             results = [*ring.results, *([self.kept(ring)] if ring.keep else [])]
             if ring.written:
-                self.written(ring, operands, results)
+                self.emit_written_ring(ring, operands, results)
             else:
-                fn = ringed(ring, self.mesh, self.dot)
+                fn = ringed(ring, self.auto_mesh, self.dot)
                 self.emit(fn, operands, results, eqn, likeness(ring), scope(ring))
         except Exception as error:
             raise _failed(ring, error) from error
 
     def kept(self, ring: Ring) -> Any:
-        """Return the variable of the gathered value that a ring returns too."""
+        """Return the variable of the full gathered value that a ring with `keep` returns too."""
         if ring.written:
             return ring.written.eqn.outvars[0]
         self.made[ring.gathered] = self.moved(ring.gathered)
         return self.made[ring.gathered]
 
-    def written(self, ring: Ring, operands: Sequence[Any], results: Sequence[Any]) -> None:
+    def emit_written_ring(
+        self, ring: Ring, operands: Sequence[Any], results: Sequence[Any]
+    ) -> None:
         """Emit the ring of a collective that the user wrote, whose axis is manual in the body."""
         manual = self.body_rings.manual
         assert manual is not None
         fn, eqn = ring_body(ring, self.dot, invarying=manual.checked), ring.members[0].dot.eqn
         with compat.in_shard_maps(manual.maps):
             self.new += inlining.inline(fn, operands, results, eqn, scope=scope(ring))
+        # casts and transposes of the gathered value that other equations read too
         self.new += [self.body.eqns[again] for again in ring.again]
 
 
@@ -229,7 +242,7 @@ def _failed(ring: Ring, error: Exception) -> RewriteError:
     return could_not_rewrite([dot.index for dot in dots], what, map(source_of, dots), error)
 
 
-def _gather(hoist: Hoist, mesh: Mesh | AbstractMesh) -> Callable[[Array], list[Array]]:
+def _reshard(hoist: Hoist, mesh: Mesh | AbstractMesh) -> Callable[[Array], list[Array]]:
     """Return the function of a hoisted collective, which XLA runs once for all readers."""
     sharding = NamedSharding(mesh, partition_spec(hoist.after.spec))
     gather = functools.partial(lax.with_sharding_constraint, shardings=sharding)

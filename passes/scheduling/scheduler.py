@@ -1,8 +1,8 @@
 """Run the scheduler pass in a compilation, and report what it found.
 
-`passes/scheduling/reorder.py` finds other orders for a scheduled module; here they compete with
-XLA's by simulation, all of them and without one after the other, and the fastest are used. Where
-nothing is gained, XLA's stays.
+`passes/scheduling/reorder.py` finds new orders for computations of a scheduled module. All are
+simulated together, then without one after the other, and those that make the step faster are used.
+If XLA's own order is faster than these, it stays.
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ class Scheduler:
     """The limits within which the scheduler pass orders a step.
 
     Attributes:
-        slack: the fraction of its peak memory in XLA's order by which the step may exceed it: 0.05
-            is a twentieth. The peak is that of a model of XLA's buffers, arguments not counted; the
-            default is less than what that model is off by.
-        in_flight: the most collectives on their way at a time.
-        extra_bytes: bytes by which the step may exceed that peak beside the slack: what the user
-            asked to keep alive, as an average that is on its way while a loop runs.
+        slack: by how much the step may exceed its peak memory in XLA's order, as a fraction. The
+            peak is that of a model of XLA's buffers, arguments not counted; the default is less
+            than the model's error.
+        in_flight: the most collectives in flight at a time.
+        extra_bytes: bytes by which the step may exceed that peak, on top of the slack: values that
+            the user wants alive, as an average that is in flight while a loop runs.
         ahead_bytes: bytes by which it may exceed that peak anywhere, as inside a loop. `overlap`
             sets them to those of a layer, where the weights of a layer are gathered ahead.
     """
@@ -69,7 +69,7 @@ class Scheduled:
         step: the step as it was compiled; None if nothing was simulated.
         reason: why XLA's order is used; empty if it is not.
         seconds: the seconds that the pass took.
-        frames: the source lines of what XLA gave the pass; None if it got nothing back.
+        frames: the source lines of the module; None if XLA's order is used.
     """
 
     cluster: str
@@ -83,7 +83,7 @@ class Scheduled:
     def __str__(self) -> str:
         if self.xla is None or self.step is None:
             return f"XLA's order kept: {self.reason}"
-        kept = (
+        used = (
             f"XLA's order kept: {self.reason}" if self.reason else f"this order: {_of(self.step)}"
         )
         rows = [_row(name, order) for name, order in self.orders.items()]
@@ -91,7 +91,7 @@ class Scheduled:
         lines = [
             f"{self.xla.module} on {self.cluster}, simulated",
             f"XLA's order: {_of(self.xla)}",
-            kept,
+            used,
             *([table("reordered", _COLUMNS, rows, right=_COLUMNS[1:])] if self.orders else ()),
             *([f"of unknown cost: {unknown}"] if unknown else ()),
         ]
@@ -129,7 +129,7 @@ class SchedulerCallback:
 
     def __init__(self, options: Scheduler, cost: CostModel):
         self._options, self._cost = options, cost
-        self.report = self._kept("XLA did not ask: the step came from a cache")
+        self.report = self._unordered("XLA did not ask: the step came from a cache")
 
     def orders(self, text: str) -> Mapping[str, Sequence[str]]:
         """Return the orders that make a module's step faster; none if XLA's is as fast."""
@@ -138,25 +138,25 @@ class SchedulerCallback:
         module = replace(scheduled_module(text), num_devices=cost.cluster.num_devices)
         new_orders = schedule(module, cost, **dataclasses.asdict(options))
         xla = replay(module, cost)
-        kept, step, reason = _faster(module, new_orders, xla, cost)
+        used, step, reason = _faster(module, new_orders, xla, cost)
         taken = time.perf_counter() - began
-        frames = SourceLines.of(text) if kept else None
-        self.report = Scheduled(str(cost.cluster), kept, xla, step, reason, taken, frames)
-        return {name: order.names for name, order in kept.items()}
+        frames = SourceLines.of(text) if used else None
+        self.report = Scheduled(str(cost.cluster), used, xla, step, reason, taken, frames)
+        return {name: order.names for name, order in used.items()}
 
     def failed(self, reason: str) -> None:
         """Report and warn that XLA keeps its order."""
-        self.report = self._kept(reason)
+        self.report = self._unordered(reason)
         warnings.warn(f"XLA's order kept: {reason}", stacklevel=2)
 
-    def _kept(self, reason: str) -> Scheduled:
+    def _unordered(self, reason: str) -> Scheduled:
         return Scheduled(str(self._cost.cluster), {}, None, None, reason, 0.0)
 
 
 def _faster(
     module: hlo.Module, new_orders: Mapping[str, NewOrder], xla: Timeline, cost: CostModel
 ) -> tuple[dict[str, NewOrder], Timeline, str]:
-    """Drop each order whose removal makes the step faster; return the rest, the step and why none.
+    """Drop each order whose removal makes the step faster; return the others, the step, why none.
 
     An order is found for one computation alone, and without contention: what hides more of its
     collectives may slow the matmuls that overlap with them by as much.
@@ -167,15 +167,15 @@ def _faster(
 
     if not new_orders:
         return {}, xla, "no order is faster"
-    kept = dict(new_orders)
-    step = together = replayed(kept)
+    used = dict(new_orders)
+    step = together = replayed(used)
     for name in new_orders:
-        rest = {other: order for other, order in kept.items() if other != name}
-        without = replayed(rest)
+        others = {other: order for other, order in used.items() if other != name}
+        without = replayed(others)
         if without.step_s < step.step_s * (1 - SAME):
-            kept, step = rest, without
-    if kept and step.step_s <= xla.step_s * (1 + SAME):
-        return kept, step, ""
+            used, step = others, without
+    if used and step.step_s <= xla.step_s * (1 + SAME):
+        return used, step, ""
     against = f"{_ms(xla.step_s)} against {_ms(together.step_s)} ms"
     return {}, xla, f"it is faster by simulation: {against}"
 

@@ -3,13 +3,13 @@
 import pytest
 
 from jaxoverlap.cost.facts import MATMUL_SHARE
-from jaxoverlap.cost.find import cost_model, cost_or_facts
+from jaxoverlap.cost.find import cost_model, cost_or_data_sheet
 from jaxoverlap.cost.groups import Group
 from jaxoverlap.cost.kernels import KernelWork, MatmulKernel
 from jaxoverlap.hardware.cluster import parse_cluster
 
 FRONTIER = parse_cluster("mi250x-gcd:2x8")
-COST = cost_or_facts(FRONTIER)
+COST = cost_or_data_sheet(FRONTIER)
 
 
 def test_matmuls_and_bytes_go_at_a_share_of_the_peak():
@@ -50,7 +50,7 @@ def test_a_data_sheet_is_asked_for_by_name():
         cost_model(FRONTIER, matmul_share=1.5)
     with pytest.raises(ValueError, match="give one of these"):
         cost_model(FRONTIER, matmul_share=0.5, table="some.json")
-    measured = cost_or_facts(parse_cluster("h100-sxm:1x8"))
+    measured = cost_or_data_sheet(parse_cluster("h100-sxm:1x8"))
     assert measured == cost_model("h100-sxm:1x8")
 
 

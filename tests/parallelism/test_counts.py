@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from benchmarks.parallelism import LARGE_RUNS
-from jaxoverlap.cost.find import cost_or_facts
+from jaxoverlap.cost.find import cost_or_data_sheet
 from jaxoverlap.hardware.cluster import parse_cluster
 from jaxoverlap.parallelism import traffic, work
 from jaxoverlap.parallelism.configuration import Configuration
@@ -23,7 +23,7 @@ MIXTRAL = named_model("mixtral-8x7b")
 
 
 def times(model, pod="h100-sxm:2x8", stack=JAX, batch=64):
-    return IterationTime(model, cost_or_facts(parse_cluster(pod)), stack, global_batch=batch)
+    return IterationTime(model, cost_or_data_sheet(parse_cluster(pod)), stack, global_batch=batch)
 
 
 def terms(model, config, *, pod="h100-sxm:2x8", stack=JAX, batch=64):
@@ -258,7 +258,7 @@ def test_experts_in_groups_take_longer_and_tokens_are_sorted():
         terms(model, config, stack=stack, batch=1024).compute
         for stack in (plain, replace(plain, expert_factor=2.0), replace(plain, permutes=4))
     )
-    cost, tokens = cost_or_facts(parse_cluster("h100-sxm:2x8")), model.sequence
+    cost, tokens = cost_or_data_sheet(parse_cluster("h100-sxm:2x8")), model.sequence
     layer = work.layer(model, config, plain)
     grouped = [m for m in (*layer.forward.matmuls, *layer.backward.matmuls) if m.batch > 1]
     assert len(grouped) == 6

@@ -8,7 +8,7 @@ import pytest
 
 from benchmarks import parallelism
 from benchmarks.published.recipes import FRONTIER, SCALING, megatron_flops
-from jaxoverlap.cost.find import cost_or_facts
+from jaxoverlap.cost.find import cost_or_data_sheet
 from jaxoverlap.hardware.cluster import parse_cluster
 from jaxoverlap.parallelism import picture, traffic, work
 from jaxoverlap.parallelism.configuration import Configuration
@@ -70,7 +70,7 @@ def test_traffic_is_conserved():
     """What devices send in all is what the terms count, and none sends to itself."""
     cluster, model = parse_cluster("h100-sxm:1x8"), named_model("gpt-3.6b")
     of = Configuration(data=2, pipeline=2, model=2, micro_batch=2)
-    times = IterationTime(model, cost_or_facts(cluster), JAX, global_batch=16)
+    times = IterationTime(model, cost_or_data_sheet(cluster), JAX, global_batch=16)
     from jaxoverlap.parallelism.memory import peak
     from jaxoverlap.parallelism.search import best_placement
 
@@ -115,7 +115,7 @@ def test_a_collective_is_as_slow_as_its_most_spread_group(pod, axes, axis, domai
 
 def test_interleaving_divides_the_bubble():
     cluster = parse_cluster("a100-sxm-80:8x8")
-    times = IterationTime(MODEL, cost_or_facts(cluster), MEGATRON, global_batch=64)
+    times = IterationTime(MODEL, cost_or_data_sheet(cluster), MEGATRON, global_batch=64)
 
     def bubble(v):
         of = Configuration(model=8, pipeline=8, interleave=v)
@@ -129,7 +129,7 @@ def test_interleaving_divides_the_bubble():
 
 def test_overlap_is_never_slower():
     cluster = parse_cluster("h100-sxm:8x8")
-    times = IterationTime(MODEL, cost_or_facts(cluster), JAX, global_batch=64)
+    times = IterationTime(MODEL, cost_or_data_sheet(cluster), JAX, global_batch=64)
     for axes in ({"fsdp": 8, "model": 8}, {"data": 8, "model": 8}, {"fsdp": 64}):
         seconds = []
         for overlap in (False, True):
@@ -146,7 +146,9 @@ def test_weights_gathered_matrix_by_matrix_wait_for_each_ones_latency():
     def fsdp_s(apart: bool) -> float:
         stack = replace(JAX, gathers_matrices=apart)
         return (
-            IterationTime(MODEL, cost_or_facts(cluster), stack, global_batch=512).terms(of, at).fsdp
+            IterationTime(MODEL, cost_or_data_sheet(cluster), stack, global_batch=512)
+            .terms(of, at)
+            .fsdp
         )
 
     assert fsdp_s(True) > fsdp_s(False)
@@ -159,7 +161,7 @@ def test_weights_gathered_matrix_by_matrix_wait_for_each_ones_latency():
 
 def test_terms_add_up():
     cluster = parse_cluster("h100-sxm:8x8")
-    times = IterationTime(MODEL, cost_or_facts(cluster), JAX, global_batch=64)
+    times = IterationTime(MODEL, cost_or_data_sheet(cluster), JAX, global_batch=64)
     of = Configuration(data=2, fsdp=4, model=8)
     terms = times.terms(of, place(of, cluster))
     assert terms.step_s == pytest.approx(sum(terms.by_term.values()))

@@ -1,16 +1,17 @@
-"""Take a zeroth-order step whose blocks are in host memory, one or two of them on the device.
+"""Take a zeroth-order step whose blocks are in host memory, uploading one or two blocks ahead.
 
+Zeroth-order (MeZO, SPSA): losses at perturbed parameters, +eps and -eps, and no backward pass.
 While a block computes, the next is uploaded and the one before goes back: the loop over blocks
-carries what was uploaded ahead, and XLA starts the copies under the matmuls. The last step's update
-is made when a block is used, so that each block moves once a step in each direction (ZO2, arXiv
-2503.12668; DistZO2, arXiv 2507.03211). Where several devices hold the parameters, each uploads its
-slice of a block, and the slices are gathered a block ahead too.
+carries the blocks uploaded ahead, and XLA starts the copies under the matmuls. The last step's
+update is made when a block is used, so that each block moves once a step in each direction (ZO2,
+arXiv 2503.12668; DistZO2, arXiv 2507.03211). Where several devices hold the parameters, each
+uploads its slice of a block two blocks ahead, and the slices are gathered one block ahead.
 
 All of it is in one `shard_map`: a partitioner that is left to choose lets the slices' sharding
 reach the matmuls. XLA's compiler needs three things more, as tried on jax 0.12.0.1. The slice's
 index is a value that the loop carries: one that is computed in place is fused with the slice into a
-kernel, which reads host memory and stops the others. A barrier follows the upload. And the
-blocks are not donated: a result in the memory of an argument would be copied there, entirely, after
+kernel, which reads host memory and stops the others. A barrier follows the upload. And callers must
+not donate the blocks: a result in the memory of an argument would be copied there, entirely, after
 the loop; so the host's memory holds them twice during a step.
 """
 
@@ -39,8 +40,9 @@ class Streamed:
     Attributes:
         model: the model.
         transform: the estimator.
-        layout: which device does what.
-        sliced: whether each device along the layout's own axes uploads a slice of each block.
+        layout: which device does which signs (`perturb`, an axis of `pairs` devices) on which
+            shard of the batch (`data`); along both (`own_axes`) parameters are replicated.
+        sliced: whether each device along `own_axes` uploads a slice of each block.
     """
 
     model: Blocks
@@ -51,7 +53,7 @@ class Streamed:
     def spec_of(self, leaf: Any) -> tuple[Any, ...]:
         """Return the spec of a stacked leaf in host memory: sliced along a layer's first dim.
 
-        Leaves that the devices do not divide evenly are not sliced.
+        () if not sliced, as are leaves that the devices do not divide evenly.
         """
         axes = self.layout.own_axes
         parts = self.layout.pairs * self.layout.shards
@@ -66,21 +68,21 @@ class Streamed:
             ValueError: if the devices cannot share the batch evenly.
         """
         self.layout.check(batch)
-        at, do = self._specs(state), functools.partial(self._step, self._cuts(state))
-        return self._mapped(do, (at, P(self.layout.data)), (at, P()))(state, batch)
+        specs, do = self._specs(state), functools.partial(self._step, self._is_sliced(state))
+        return self._mapped(do, (specs, P(self.layout.data)), (specs, P()))(state, batch)
 
     def flush(self, state: ZOState) -> ZOState:
         """Make the pending update: each block goes to the device and back."""
-        at, do = self._specs(state), functools.partial(self._flush, self._cuts(state))
-        return self._mapped(do, (at,), at)(state)
+        specs, do = self._specs(state), functools.partial(self._flush, self._is_sliced(state))
+        return self._mapped(do, (specs,), specs)(state)
 
     # -- on one device of the mesh ----------------------------------------------------------------
 
-    def _step(self, cuts: Any, state: ZOState, batch: Any) -> tuple[ZOState, dict[str, Any]]:
+    def _step(self, is_sliced: Any, state: ZOState, batch: Any) -> tuple[ZOState, dict[str, Any]]:
         model, number = self.model, numbers(state.params)
         outer = self._updated(state, state.params["outer"], number["outer"])
 
-        def near(part: Any, numbered: Any, do: Any, values: Any, row: Any = None) -> Any:
+        def on_perturbed(part: Any, numbered: Any, do: Any, values: Any, row: Any = None) -> Any:
             """Call a function on perturbed parameters for each direction and local sign."""
 
             def one(given: Any) -> Any:
@@ -93,18 +95,18 @@ class Streamed:
             return jax.lax.map(each_sign, (*self._signs(), values))
 
         def block(x: Any, layer: Any, row: jax.Array) -> Any:
-            return near(layer, number["blocks"], model.block, x, row)
+            return on_perturbed(layer, number["blocks"], model.block, x, row)
 
-        x = near(outer, number["outer"], lambda moved, _: model.begin(moved, batch), None)
-        x, blocks = self._through(cuts, state, number["blocks"], block, x)
-        losses = near(outer, number["outer"], lambda moved, x: model.end(moved, x, batch), x)
+        x = on_perturbed(outer, number["outer"], lambda p, _: model.begin(p, batch), None)
+        x, blocks = self._through(is_sliced, state, number["blocks"], block, x)
+        losses = on_perturbed(outer, number["outer"], lambda p, x: model.end(p, x, batch), x)
         pending, metrics = outcome(self.transform, state, self._of_all(losses))
         return after(state, dict(outer=outer, blocks=blocks), pending), metrics
 
-    def _flush(self, cuts: Any, state: ZOState) -> ZOState:
+    def _flush(self, is_sliced: Any, state: ZOState) -> ZOState:
         number = numbers(state.params)
         outer = self._updated(state, state.params["outer"], number["outer"])
-        _, blocks = self._through(cuts, state, number["blocks"], lambda x, layer, row: x, ())
+        _, blocks = self._through(is_sliced, state, number["blocks"], lambda x, layer, row: x, ())
         params = dict(outer=outer, blocks=blocks)
         return state._replace(params=params, pending=nothing(self.transform))
 
@@ -112,7 +114,7 @@ class Streamed:
         return self.transform.applied(state.pending, state.key, part, number=number, row=row)
 
     def _signs(self) -> tuple[jax.Array, jax.Array]:
-        """Return the numbers of directions, and the signs that are this device's: both [K, signs].
+        """Return the numbers of directions and this device's signs, both [directions, signs].
 
         There are two signs, or one where a pair shares them.
         """
@@ -137,27 +139,34 @@ class Streamed:
             return losses
         return jax.lax.all_gather(losses, self.layout.perturb, axis=1, tiled=True)
 
-    def _through(self, cuts: Any, state: ZOState, number: Any, do: Any, x: Any) -> Any:
+    def _through(self, is_sliced: Any, state: ZOState, number: Any, do: Any, x: Any) -> Any:
         """Bring block after block to the device, update it, use it and send it back.
 
+        Args:
+            is_sliced: for each leaf of the blocks, whether it is sliced.
+            state: with the update of the last step pending.
+            number: for each leaf of the blocks, the parameter's number (`numbers`).
+            do: (x, block, row) -> x, where row is the block's index.
+            x: the first.
+
         Returns:
-            What `do(x, block, its number)` made in the end, and the updated blocks.
+            The last x, and the updated blocks.
         """
         blocks = state.params["blocks"]
-        last, ahead = depth(blocks) - 1, 2 if any(jax.tree.leaves(cuts)) else 1
+        last, ahead = depth(blocks) - 1, 2 if any(jax.tree.leaves(is_sliced)) else 1
 
         def body(carry: Any, _: None) -> Any:
-            x, (raw, *uploaded), row, wanted = carry
-            following = self._upload(blocks, wanted)
-            held = (*(self._gathered(part, cuts) for part in uploaded), following)
-            layer = jax.lax.optimization_barrier(self._updated(state, raw, number, row))
-            back = jax.device_put(self._own(layer, cuts), jax.memory.Space.Host)
-            return (do(x, layer, row), held, row + 1, jnp.minimum(wanted + 1, last)), back
+            x, (stale, *uploaded), row, next_row = carry  # stale: the last update is not applied
+            following = self._upload(blocks, next_row)
+            prefetched = (*(self._gathered(part, is_sliced) for part in uploaded), following)
+            layer = jax.lax.optimization_barrier(self._updated(state, stale, number, row))
+            back = jax.device_put(self._own(layer, is_sliced), jax.memory.Space.Host)
+            return (do(x, layer, row), prefetched, row + 1, jnp.minimum(next_row + 1, last)), back
 
-        first = self._gathered(self._upload(blocks, jnp.int32(0)), cuts)
-        held = (first, *(self._upload(blocks, jnp.int32(min(1, last))) for _ in range(ahead - 1)))
-        wanted = jnp.int32(min(ahead, last))
-        (x, *_), back = jax.lax.scan(body, (x, held, jnp.int32(0), wanted), length=last + 1)
+        first = self._gathered(self._upload(blocks, jnp.int32(0)), is_sliced)
+        second = (self._upload(blocks, jnp.int32(min(1, last))) for _ in range(ahead - 1))
+        carry = (x, (first, *second), jnp.int32(0), jnp.int32(min(ahead, last)))
+        (x, *_), back = jax.lax.scan(body, carry, length=last + 1)
         return x, back
 
     def _upload(self, blocks: Any, row: jax.Array) -> Any:
@@ -174,38 +183,39 @@ class Streamed:
 
     # -- slices -----------------------------------------------------------------------------------
 
-    def _gathered(self, layer: Any, cuts: Any) -> Any:
+    def _gathered(self, layer: Any, is_sliced: Any) -> Any:
         """Gather a block from the slices of all devices."""
         axes = self.layout.own_axes
 
-        def one(own: jax.Array, cut: bool) -> jax.Array:
-            return jax.lax.all_gather(own, axes, tiled=True) if cut else own
+        def one(own: jax.Array, sliced: bool) -> jax.Array:
+            return jax.lax.all_gather(own, axes, tiled=True) if sliced else own
 
-        return jax.lax.optimization_barrier(jax.tree.map(one, layer, cuts))
+        return jax.lax.optimization_barrier(jax.tree.map(one, layer, is_sliced))
 
-    def _own(self, layer: Any, cuts: Any) -> Any:
+    def _own(self, layer: Any, is_sliced: Any) -> Any:
         """Return this device's slices of a full block."""
 
-        def one(leaf: jax.Array, cut: bool) -> jax.Array:
-            if not cut:
+        def one(leaf: jax.Array, sliced: bool) -> jax.Array:
+            if not sliced:
                 return leaf
             size = leaf.shape[0] // (self.layout.pairs * self.layout.shards)
-            place = jax.lax.axis_index(self.layout.own_axes)
-            return jax.lax.dynamic_slice_in_dim(leaf, place * size, size)
+            index = jax.lax.axis_index(self.layout.own_axes)
+            return jax.lax.dynamic_slice_in_dim(leaf, index * size, size)
 
-        return jax.tree.map(one, layer, cuts)
+        return jax.tree.map(one, layer, is_sliced)
 
-    def _cuts(self, state: ZOState) -> Any:
+    def _is_sliced(self, state: ZOState) -> Any:
         """Return for each leaf of the blocks, given as global arrays, whether it is sliced."""
         return jax.tree.map(lambda leaf: bool(self.spec_of(leaf)), state.params["blocks"])
 
     def _specs(self, state: ZOState) -> Any:
         blocks = jax.tree.map(lambda leaf: P(*self.spec_of(leaf)), state.params["blocks"])
-        whole: Any = P()
-        pending = Pending(whole, whole, whole)
-        return ZOState(dict(outer=whole, blocks=blocks), whole, whole, pending)
+        replicated: Any = P()
+        pending = Pending(replicated, replicated, replicated)
+        params = dict(outer=replicated, blocks=blocks)
+        return ZOState(params, replicated, replicated, pending)
 
-    def _mapped(self, do: Any, given: Any, made: Any) -> Any:
+    def _mapped(self, do: Any, in_specs: Any, out_specs: Any) -> Any:
         mesh = self.layout.mesh
         assert mesh is not None  # `step` asks for one
-        return jax.shard_map(do, mesh=mesh, in_specs=given, out_specs=made, check_vma=False)
+        return jax.shard_map(do, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)

@@ -37,7 +37,7 @@ from jaxoverlap.tuning.lagom.model import (
     Makespan,
     SettingSpace,
 )
-from jaxoverlap.tuning.lagom.search import Config, Place, search
+from jaxoverlap.tuning.lagom.search import Config, SettingIndex, search
 
 _FINER = 2  # times as many pieces as devices
 
@@ -49,13 +49,14 @@ class Site:
     Attributes:
         number: the number of the matmul that it is named after.
         source: "file:line" of its first matmul.
-        ways: its possible variants, by the number of pieces; 1: not decomposed.
-        communication, computation: what it moves, and its matmuls, in the settings of `ways`.
+        variants: its possible variants, by the number of pieces; 1: not decomposed.
+        communication, computation: its collective and its matmuls, undivided and in each of these
+            numbers of pieces.
     """
 
     number: int
     source: str
-    ways: Mapping[int, Variant]
+    variants: Mapping[int, Variant]
     communication: Communication
     computation: Computation
 
@@ -71,30 +72,30 @@ def site_of(ring: Ring, source: str, group: Group) -> Site:
     """Describe a ring as a communication and a computation.
 
     Args:
-        ring: of dtypes that have a price, as a ring of hops.
+        ring: of dtypes in the cost tables, its variant one of hops.
         source: "file:line" of its first matmul.
         group: the devices along its axis.
     """
     layout, runs = ring.first, ring.members[0].dot.runs
-    devices, rows = layout.ring.axis_size, layout.chunk()
-    ways = {1: Variant("plain")}
-    ways |= {n: Variant("sliced", n) for n in SLICES if n < devices and rows % n == 0}
-    ways |= {devices * n: Variant(ring.variant.style, n) for n in (1, _FINER) if rows % n == 0}
+    devices, size = layout.ring.axis_size, layout.chunk()
+    variants = {1: Variant("plain")}
+    variants |= {n: Variant("sliced", n) for n in SLICES if n < devices and size % n == 0}
+    variants |= {devices * n: Variant(ring.variant.style, n) for n in (1, _FINER) if size % n == 0}
     sent = traffic(layout)[layout.ring.axis]
-    space = SettingSpace(chunk_bytes=(CHUNK_BYTES,), pieces=tuple(sorted(ways)))
+    space = SettingSpace(chunk_bytes=(CHUNK_BYTES,), pieces=tuple(sorted(variants)))
     kind = OPCODE_OF[ring.kind]
-    cut = tuple((n, _kernels(ring.members, n, ring.arrives)) for n in sorted(ways) if n > 1)
+    cut = tuple((n, _kernels(ring.members, n, ring.arrives)) for n in sorted(variants) if n > 1)
     return Site(
         ring.site,
         source,
-        ways,
+        variants,
         Communication(kind, sent, group, runs, space=space, ring=devices),
         Computation(KernelWork(tuple(full_kernel(m) for m in ring.members)), runs, cut),
     )
 
 
 def _kernels(members: Sequence[Member], pieces: int, arrives: bool) -> tuple[KernelWork, ...]:
-    """List the kernels of one piece: each member's matmul, and what is copied for it."""
+    """List the kernels of one piece: each member's matmul, and the copies for it."""
     layouts = [member.layout for member in members]
     hops = all(layout and pieces >= layout.ring.axis_size for layout in layouts)
     chunks = [chunk(member, pieces, arrives, sums=hops) for member in members]
@@ -109,8 +110,8 @@ class GranularityModel:
 
     Attributes:
         sites: these matmuls, each with its collective, in the order in which they run.
-        problem: their problem, the matmuls' communications first; None where there are no matmuls.
-        every: the plan with all rings that there could be, one-way where nothing is against it.
+        problem: the search problem, the communications of `sites` first; None without sites.
+        every: the plan with all rings that there could be, one-way unless that is impossible.
     """
 
     sites: tuple[Site, ...] = ()
@@ -126,25 +127,25 @@ class GranularityModel:
         """List the best variants for all matmuls together that Lagom's search finds, best first.
 
         Args:
-            count: the most to list; any two differ in a tenth of the matmuls, as the search changes
-                one matmul after the other and its best are all but the same.
+            count: the most to list; any two differ in a tenth of the matmuls or more, as the search
+                changes one matmul after the other and its best are all but the same.
         """
         if self.problem is None:
             return []
         plans: list[dict[int, Variant]] = []
         for tried in sorted(search(self.problem).trace, key=lambda t: t.outcome.step_s):
-            ways = self._ways(tried.config)
-            apart = (sum(ways[n] != other[n] for n in ways) for other in plans)
-            if all(10 * differ >= len(ways) and differ for differ in apart):
-                plans.append(ways)
+            plan = self._variants(tried.config)
+            differences = (sum(plan[n] != other[n] for n in plan) for other in plans)
+            if all(10 * count >= len(plan) and count for count in differences):
+                plans.append(plan)
         return plans[:count]
 
-    def _ways(self, config: Config) -> dict[int, Variant]:
-        places = zip(self.sites, config, strict=False)  # what follows is no site's
-        return {s.number: s.ways[s.communication.space.setting(p)[1]] for s, p in places}
+    def _variants(self, config: Config) -> dict[int, Variant]:
+        settings = zip(self.sites, config, strict=False)  # others' communications follow
+        return {s.number: s.variants[s.communication.space.setting(i)[1]] for s, i in settings}
 
     def lost_per_second(self, number: int, now: Variant, to: Variant, waited_s: float) -> float:
-        """Return H of cutting a ring in another way: computation added per second not exposed.
+        """Return Lagom's H of another variant: computation seconds added per exposed second saved.
 
         Args:
             number: the matmul's id.
@@ -154,31 +155,36 @@ class GranularityModel:
         Returns:
             Infinite where nothing is gained, and for a matmul that the model does not have.
         """
-        if number not in self._places:
+        if number not in self._indices:
             return math.inf
         added_s = self.computation_s(number, to) - self.computation_s(number, now)
-        gained_s = waited_s - self._bare_s(number, to)
+        gained_s = waited_s - self._exposed_s(number, to)
         return added_s / gained_s if gained_s > 0 else math.inf
 
     def computation_s(self, number: int, variant: Variant) -> float:
         """Return the seconds of all runs of a ring's matmuls, with the overhead of their chunks."""
-        site, j, p = self.sites[self._places[number]], self._places[number], self._problem
+        j, p = self._indices[number], self._problem
+        site = self.sites[j]
         computation = p.communications[j].site
         assert computation is not None
-        return site.computation.runs * p.alone_s(computation) * p.in_pieces(j, self._at(j, variant))
+        return (
+            site.computation.runs
+            * p.alone_s(computation)
+            * p.in_pieces(j, self._setting(j, variant))
+        )
 
-    def _bare_s(self, number: int, variant: Variant) -> float:
+    def _exposed_s(self, number: int, variant: Variant) -> float:
         """Return a ring's communication seconds that nothing can hide, on NCCL's own channels."""
-        j = self._places[number]
-        bare = self.sites[j].communication.bare(self.sites[j].pieces(variant))
-        return bare * self._problem.seconds(j, self._at(j, variant))
+        j = self._indices[number]
+        exposed = self.sites[j].communication.exposed_share(self.sites[j].pieces(variant))
+        return exposed * self._problem.seconds(j, self._setting(j, variant))
 
-    def _at(self, j: int, variant: Variant) -> Place:
+    def _setting(self, j: int, variant: Variant) -> SettingIndex:
         """Return the index of a variant on a matmul's setting axes, with NCCL's own channels."""
         pieces = self.sites[j].pieces(variant)
-        near = self.sites[j].communication.space.pieces
-        place = min(range(len(near)), key=lambda p: abs(near[p] - pieces))
-        return (*self._problem.default[j][:-1], place)
+        known = self.sites[j].communication.space.pieces
+        nearest = min(range(len(known)), key=lambda i: abs(known[i] - pieces))
+        return (*self._problem.default[j][:-1], nearest)
 
     @property
     def _problem(self) -> Makespan:
@@ -186,8 +192,8 @@ class GranularityModel:
         return self.problem
 
     @functools.cached_property
-    def _places(self) -> dict[int, int]:
-        return {site.number: place for place, site in enumerate(self.sites)}
+    def _indices(self) -> dict[int, int]:
+        return {site.number: index for index, site in enumerate(self.sites)}
 
 
 def granularity(
@@ -204,18 +210,18 @@ def granularity(
     if not sites:
         return GranularityModel()
     model = GranularityModel(tuple(sites), _problem(sites, (), 0.0, cost))
-    cut = {d.site: d.variant for d in rules.decisions if d.site == d.ring}
-    whole_ones = {site.source for site in sites if site.number not in cut}
+    ringed = {d.site: d.variant for d in rules.decisions if d.site == d.ring}
+    not_ringed = {site.source for site in sites if site.number not in ringed}
     plain = Variant("plain")
-    theirs_s = math.fsum(model.computation_s(s.number, cut.get(s.number, plain)) for s in sites)
-    own = Counter[Sent]()
+    sites_s = math.fsum(model.computation_s(s.number, ringed.get(s.number, plain)) for s in sites)
+    counts = Counter[Sent]()
     for e in step.events:
         c = e.collective
-        if e.kind == "collective" and c and not c.ring and e.source not in whole_ones:
+        if e.kind == "collective" and c and not c.ring and e.source not in not_ringed:
             group = group_of(c, cost.cluster.num_devices, cost.cluster)
-            own[c.kind, c.bytes_moved, group] += e.runs
-    others = tuple(Communication(*sent, runs=runs, space=_OTHERS) for sent, runs in own.items())
-    left_s = max(step.compute_s - theirs_s, 0.0)
+            counts[c.kind, c.bytes_moved, group] += e.runs
+    others = tuple(Communication(*sent, runs=runs, space=_OTHERS) for sent, runs in counts.items())
+    left_s = max(step.compute_s - sites_s, 0.0)
     return replace(model, problem=_problem(sites, others, left_s, cost))
 
 

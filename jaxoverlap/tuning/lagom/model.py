@@ -31,7 +31,7 @@ from jaxoverlap.cost.groups import ALONE, Group, Sent, Share, pair
 from jaxoverlap.cost.kernels import KernelWork, MatmulKernel
 from jaxoverlap.cost.model import Channels, CostModel
 from jaxoverlap.plan.collectives import PERMUTE
-from jaxoverlap.tuning.lagom.search import Config, ModelledStep, Place
+from jaxoverlap.tuning.lagom.search import Config, ModelledStep, SettingIndex
 
 # Chunks take at most this share of L2, however many are under way. It is the one fitted number:
 # with it NCCL's default settings slow the matmuls of benchmarks/lagom.py on an A40 by 32.2%, where
@@ -66,12 +66,12 @@ class SettingSpace:
         """The axes, in the order in which they are walked: what matters most first."""
         return (self.counts, self.chunk_bytes, self.threads, self.pieces)
 
-    def setting(self, place: Place) -> tuple[Channels, int]:
+    def setting(self, place: SettingIndex) -> tuple[Channels, int]:
         """Return the channels and the number of pieces at an index on the axes."""
         count, chunk, threads, pieces = (axis[p] for axis, p in zip(self.axes, place, strict=True))
         return Channels(count, chunk, threads), pieces
 
-    def near(self, channels: Channels, pieces: int = 1) -> Place:
+    def near(self, channels: Channels, pieces: int = 1) -> SettingIndex:
         """Return the index of the setting that is nearest, by ratio, on each axis."""
         wanted = (channels.count, channels.chunk_bytes, channels.threads, pieces)
         return tuple(
@@ -103,8 +103,8 @@ class Communication:
     space: SettingSpace = field(default_factory=SettingSpace)
     ring: int = 0
 
-    def bare(self, pieces: int) -> float:
-        """Return the part of it that nothing can hide: one piece, but none in a ring."""
+    def exposed_share(self, pieces: int) -> float:
+        """Return the share that nothing can hide: one piece, but none in a ring."""
         return 0.0 if self._in_hops(pieces) else 1 / pieces
 
     def sent(self, pieces: int) -> tuple[int, Sent]:
@@ -176,14 +176,14 @@ class Makespan:
         each_s = tuple(self.seconds(j, place) for j, place in enumerate(config))
         times = [float(c.runs) for c in self.computations]
         for j, (c, place) in enumerate(zip(self.communications, config, strict=True)):
-            bare = 0.0
+            exposed = 0.0
             if c.site is not None:
                 pieces = c.space.setting(place)[1]
-                bare = c.bare(pieces)
+                exposed = c.exposed_share(pieces)
                 times[c.site] *= self.in_pieces(j, place)
-                head_s += bare * each_s[j]
+                head_s += exposed * each_s[j]
                 tail_s += times[c.site] * self.alone_s(c.site) / pieces
-            windows.append((1 - bare) * each_s[j])
+            windows.append((1 - exposed) * each_s[j])
         communication_s, computation_s = sum(each_s), self._beside(config, windows, times)
         step_s = max(communication_s + tail_s, computation_s + head_s)
         return ModelledStep(communication_s, computation_s, step_s, each_s)
@@ -206,7 +206,7 @@ class Makespan:
 
     # -- the tables: each entry worked out once ---------------------------------------------------
 
-    def seconds(self, j: int, place: Place) -> float:
+    def seconds(self, j: int, place: SettingIndex) -> float:
         """Return the seconds of communication j with a setting: all runs, all their pieces."""
         c = self.communications[j]
         return c.runs * self._prices.communication_s(self._alike[j], place)
@@ -215,12 +215,12 @@ class Makespan:
         """Return the seconds of one run of computation i without overlapped communication."""
         return self._prices.kernel_s(self.computations[i].work, None)
 
-    def slowed_s(self, i: int, j: int, place: Place) -> float:
+    def slowed_s(self, i: int, j: int, place: SettingIndex) -> float:
         """Return the seconds of one run of computation i, fully overlapped with communication j."""
         beside = self._prices.beside(self._alike[j], place)
         return self._prices.kernel_s(self.computations[i].work, beside)
 
-    def in_pieces(self, j: int, place: Place) -> float:
+    def in_pieces(self, j: int, place: SettingIndex) -> float:
         """Return the slowdown of communication j's computation if split by that setting."""
         c = self.communications[j]
         if c.site is None:
@@ -265,12 +265,12 @@ class _Prices:
         self.kernel_s = functools.cache(self._kernel_s)
         self.in_pieces = functools.cache(self._in_pieces)
 
-    def _communication_s(self, c: Communication, place: Place) -> float:
+    def _communication_s(self, c: Communication, place: SettingIndex) -> float:
         channels, pieces = c.space.setting(place)
         count, sent = c.sent(pieces)
         return count * self.cost.collective_s(*sent, _of(sent, channels))
 
-    def _beside(self, c: Communication, place: Place) -> _Beside:
+    def _beside(self, c: Communication, place: SettingIndex) -> _Beside:
         channels, pieces = c.space.setting(place)
         _, sent = c.sent(pieces)
         share = self.cost.share(*sent, _of(sent, channels))
@@ -328,6 +328,6 @@ def memory_traffic(m: MatmulKernel, cache_bytes: float) -> float:
     return max(touched, 2.0 * m.batch * m.m * m.n * m.k / cached * element_bytes)
 
 
-def places(axes: Sequence[int]) -> list[Place]:
+def places(axes: Sequence[int]) -> list[SettingIndex]:
     """List all index tuples on some axes, in order."""
     return list(itertools.product(*map(range, axes)))

@@ -28,8 +28,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-Place = tuple[int, ...]  # a setting of one communication: where it stands on each of its axes
-Config = tuple[Place, ...]  # of all communications
+SettingIndex = tuple[int, ...]  # a setting of one communication: its index on each of its axes
+Config = tuple[SettingIndex, ...]  # of all communications
 
 
 @dataclass(frozen=True)

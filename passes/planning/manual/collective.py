@@ -20,9 +20,9 @@ class WrittenCollective:
         eqn: the equation.
         kind: the kind of collective.
         axis, axis_size: the mesh axis, and its devices.
-        dim: the dim that is gathered or scattered; for an exchange the one that is gathered, for
+        dim: the dim that is gathered or scattered; for an all-to-all the one that is gathered, for
             an all-reduce None.
-        wanted: for an exchange the dim that is sharded instead.
+        wanted: for an all-to-all the dim that is sharded instead; else None.
         spread: devices of automatic axes among which the value is shared out.
     """
 

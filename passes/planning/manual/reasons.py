@@ -10,7 +10,7 @@ from typing import Any
 from jaxoverlap.passes.analysis.einsum import SIDES
 from jaxoverlap.passes.analysis.jaxprs import Dot
 from jaxoverlap.passes.analysis.partitioned import Shardings
-from jaxoverlap.passes.planning.manual.find import Neighbours, is_sum, is_view
+from jaxoverlap.passes.planning.manual.candidates import BodyCollectives, is_chunkwise, is_sum
 from jaxoverlap.passes.planning.matmuls import matmul_of, refusal
 from jaxoverlap.passes.planning.ring_plan import Member, Ring
 from jaxoverlap.passes.planning.splits import Refusal, ShardedMatmul
@@ -74,7 +74,7 @@ def spread(member: Member, shardings: Mapping[int, Shardings]) -> int:
     return math.prod(matmul.axis_sizes[a] for axes in moving for a in axes)
 
 
-def why_not(found: Neighbours, dot: Dot, rings: Sequence[Ring]) -> Reason:
+def why_not(found: BodyCollectives, dot: Dot, rings: Sequence[Ring]) -> Reason:
     """Return why a matmul is in none of the rings."""
     done = {ring.written.position: ring.site for ring in rings if ring.written}
     lhs, rhs = dot.eqn.invars
@@ -91,7 +91,7 @@ def why_not(found: Neighbours, dot: Dot, rings: Sequence[Ring]) -> Reason:
     return Reason("no collective", "; ".join(idle))
 
 
-def _above(found: Neighbours, var: Any, done: Mapping[int, int]) -> Reason | None:
+def _above(found: BodyCollectives, var: Any, done: Mapping[int, int]) -> Reason | None:
     """Return why the collective that an operand comes from has no ring; None without one."""
     through = ""
     while (eqn := found.uses.maker(var)) is not None:
@@ -104,7 +104,7 @@ def _above(found: Neighbours, var: Any, done: Mapping[int, int]) -> Reason | Non
                 return _done(done[position], eqn.primitive.name)
             what = f"reads the result of {eqn.primitive.name}"
             return collective if isinstance(collective, Reason) else _not_decomposed(what, through)
-        if not is_view(eqn):
+        if not is_chunkwise(eqn):
             if through or len(eqn.invars) != 1:
                 return None
             through = eqn.primitive.name
@@ -112,7 +112,7 @@ def _above(found: Neighbours, var: Any, done: Mapping[int, int]) -> Reason | Non
     return None
 
 
-def _below(found: Neighbours, var: Any, done: Mapping[int, int]) -> Reason | None:
+def _below(found: BodyCollectives, var: Any, done: Mapping[int, int]) -> Reason | None:
     """Return why the collective that a result reaches has no ring; None without one."""
     through = ""
     while readers := [position for position in found.uses.readers(var) if position is not None]:
@@ -133,9 +133,9 @@ def _below(found: Neighbours, var: Any, done: Mapping[int, int]) -> Reason | Non
                 return _not_decomposed(f"its result is read by {name}", through if known else "")
         eqn = found.eqns[readers[0]]
         opaque = len(eqn.outvars) != 1 or readers[0] in found.dots
-        if len(readers) > 1 or opaque or (through and not is_view(eqn) and not is_sum(eqn)):
+        if len(readers) > 1 or opaque or (through and not is_chunkwise(eqn) and not is_sum(eqn)):
             return None
-        through = through if is_view(eqn) else eqn.primitive.name
+        through = through if is_chunkwise(eqn) else eqn.primitive.name
         var = eqn.outvars[0]
     return None
 

@@ -25,7 +25,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from jaxoverlap.passes.analysis.equation_order import EquationOrder
 from jaxoverlap.passes.analysis.jaxprs import Body
 from jaxoverlap.passes.analysis.partitioned import Shardings
-from jaxoverlap.passes.planning.manual.find import Neighbours, possible_rings
+from jaxoverlap.passes.planning.manual.candidates import BodyCollectives, possible_rings
 from jaxoverlap.passes.planning.manual.reasons import crossed, refusal_of, spread, why_not
 from jaxoverlap.passes.planning.ring_plan import BodyRings, Ring
 from jaxoverlap.passes.planning.terms import Requests
@@ -64,7 +64,7 @@ def share_written(
     for ring in filter(lambda ring: ring.arrives, body_rings.rings):
         keep(found, ring)
         assert ring.written is not None
-        reading, _ = found.reading(ring.written.position)
+        reading, _ = found.matmuls_reading(ring.written.position)
         late = {one.dot.index: one.dot for one in reading}
         body_rings.late += [(late[site], ring) for site in late if site not in taken | whys.keys()]
     _list_left(body_rings, found, possible, taken)
@@ -77,11 +77,11 @@ def share_written(
     return body_rings
 
 
-def started(body: Body) -> tuple[BodyRings, Neighbours]:
+def started(body: Body) -> tuple[BodyRings, BodyCollectives]:
     """Return a manual body without rings, and the collectives next to its matmuls."""
     manual = body.dots[0].manual
     assert manual is not None
-    return BodyRings(EquationOrder(body.eqns), manual=manual), Neighbours(body, manual)
+    return BodyRings(EquationOrder(body.eqns), manual=manual), BodyCollectives(body, manual)
 
 
 def _bytes(ring: Ring) -> int:
@@ -115,7 +115,7 @@ def add_written_ring(body_rings: BodyRings, ring: Ring, taken: Collection[int]) 
     return body_rings.rings[-1]
 
 
-def keep(found: Neighbours, ring: Ring) -> None:
+def keep(found: BodyCollectives, ring: Ring) -> None:
     """Note whether others read the value that a ring gathers, and which views of it they read."""
     assert ring.written is not None
     positions = {member.dot.position for member in ring.members}
@@ -125,7 +125,7 @@ def keep(found: Neighbours, ring: Ring) -> None:
 
 
 def _list_left(
-    body_rings: BodyRings, found: Neighbours, possible: Sequence[Ring], taken: Collection[int]
+    body_rings: BodyRings, found: BodyCollectives, possible: Sequence[Ring], taken: Collection[int]
 ) -> None:
     """List each collective without a ring with the first matmul next to it that has one."""
     done = {ring.written.position for ring in body_rings.rings if ring.written}
@@ -135,8 +135,8 @@ def _list_left(
         near[ring.written.position] = str(ring.written), [m.dot.index for m in ring.members]
     for position, collective in found.collectives.items():
         if isinstance(collective, Reason) and collective.code != "no collective":
-            summed = found.summed(position)
-            met = [*found.reading(position)[0], *(summed[0] if summed else [])]
+            summed = found.matmuls_summed_into(position)
+            met = [*found.matmuls_reading(position)[0], *(summed[0] if summed else [])]
             near[position] = str(collective), [one.dot.index for one in met]
     for position, (text, sites) in near.items():
         first = next((site for site in sites if site in taken), None)

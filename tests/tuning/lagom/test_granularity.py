@@ -29,13 +29,13 @@ def modelled(*rows: int, specs=GATHER, compute_s: float = 0.0) -> GranularityMod
 
 def test_a_site_knows_its_ways():
     site = site_of(ring_of(GATHER, 32768), "gpt.py:1", COPIES)
-    assert {n: str(v) for n, v in site.ways.items()} == {
+    assert {n: str(v) for n, v in site.variants.items()} == {
         **{1: "plain", 2: "sliced x 2", 4: "sliced x 4"},
         **{8: "one_way", 16: "one_way x 2"},
     }
-    assert all(site.pieces(variant) == n for n, variant in site.ways.items())
+    assert all(site.pieces(variant) == n for n, variant in site.variants.items())
     odd = site_of(ring_of(GATHER, 24), "gpt.py:1", COPIES)  # three rows a device
-    assert set(odd.ways) == {1, 8}
+    assert set(odd.variants) == {1, 8}
 
 
 @pytest.mark.parametrize("specs", [GATHER, SCATTER, SUM])
@@ -43,8 +43,8 @@ def test_a_ring_is_hops_and_shows_none_and_slices_show_one(specs):
     c = site_of(ring_of(specs, 32768), "gpt.py:1", COPIES).communication
     count, (kind, sent, group) = c.sent(16)
     assert (count, kind, group.size) == (14, "collective-permute", 2) and group.by_copy
-    assert count * sent == c.bytes_moved and c.bare(16) == 0.0
-    assert c.sent(4) == (4, (c.kind, c.bytes_moved // 4, COPIES)) and c.bare(4) == 0.25
+    assert count * sent == c.bytes_moved and c.exposed_share(16) == 0.0
+    assert c.sent(4) == (4, (c.kind, c.bytes_moved // 4, COPIES)) and c.exposed_share(4) == 0.25
 
 
 def test_h_is_computation_added_for_each_second_that_no_longer_waits():
@@ -71,7 +71,7 @@ def test_plans_differ_and_the_best_is_the_searchs():
     solution, plans = search(model.problem), model.plans(3)
     places = solution.config[: len(model.sites)]
     assert plans[0] == {
-        site.number: site.ways[site.communication.space.setting(place)[1]]
+        site.number: site.variants[site.communication.space.setting(place)[1]]
         for site, place in zip(model.sites, places, strict=True)
     }
     assert len(plans) == 3 and all(a != b for a in plans for b in plans if a is not b)
@@ -93,7 +93,7 @@ def test_channels_are_not_the_hops_to_have():
     site = site_of(ring_of(GATHER, 32768), "gpt.py:1", Group(8))
     p = granularity([site], RULES, Timeline("step", 0.0, (), ()), H100).problem
     assert p
-    counts, rings = site.communication.space.counts, (0, 0, [*sorted(site.ways)].index(8))
+    counts, rings = site.communication.space.counts, (0, 0, [*sorted(site.variants)].index(8))
     (seconds,) = {p.seconds(0, (place, *rings)) for place in range(len(counts))}
     hop_s = H100.collective_s("collective-permute", 4096 * 8192 * 2, Group(2))
     assert seconds == pytest.approx(7 * hop_s)

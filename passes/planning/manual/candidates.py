@@ -1,10 +1,11 @@
-"""Find the collectives next to the matmuls of a manual body, and the equations between them.
+"""Find candidate rings in shard_map bodies: a collective that the user wrote, and its matmuls.
 
     x = all_gather x ;  t = transpose x ;  y = dot_general t w      # one operand moves
     p = dot_general h w ;  c = convert p ;  s = add c b ;  z = psum s   # the result moves, in a sum
 
-A `Neighbour` is a matmul and the equations between it and its collective; `Neighbours` finds them
-in a body.
+A `Neighbour` is a matmul and the equations between it and its collective; `BodyCollectives` finds
+them. In a `Ring` each is a `Member`: it reads two `Value`s (a variable and its sharding), and its
+`Layout` is the sharding of each side and the dim that is split into chunks.
 """
 
 from __future__ import annotations
@@ -28,8 +29,8 @@ from jaxoverlap.passes.planning.splits import ImpliedCollective, ShardedMatmul, 
 from jaxoverlap.plan.decisions import Reason
 
 
-def is_view(eqn: Any) -> bool:
-    """Return whether an equation can be done chunk by chunk, and before a sum as well as after."""
+def is_chunkwise(eqn: Any) -> bool:
+    """Return whether an equation can run on each chunk, and on each term of a sum or on the sum."""
     if eqn.primitive.name == "convert_element_type":
         return jnp.issubdtype(eqn.params["new_dtype"], jnp.floating)
     return eqn.primitive.name in ("transpose", "pvary")
@@ -46,7 +47,7 @@ class Neighbour(NamedTuple):
     Attributes:
         dot: the matmul.
         side: the operand that moves, or "out".
-        views: the equations between the two, in their order, that work element by element.
+        views: the equations between the two, in order: floating-point casts, transposes, pvary.
     """
 
     dot: Dot
@@ -74,7 +75,8 @@ class Neighbour(NamedTuple):
             collective: the ring's collective.
             dim: the dim, of the value that moves, that is split into chunks.
         """
-        layout, end = self._layout(collective, dim), End(self.dot.eqn.outvars[0])
+        end = End(self.dot.eqn.outvars[0])  # its own result: no reshard follows
+        layout = self._layout(collective, dim)
         lhs, rhs = self.dot.eqn.invars
         lhs = collective.eqn.invars[0] if self.side == "lhs" else lhs
         rhs = collective.eqn.invars[0] if self.side == "rhs" else rhs
@@ -99,15 +101,17 @@ class Neighbour(NamedTuple):
         letter = letters[dim if collective.dim is None else collective.dim]
         to = None if collective.wanted is None else letters[collective.wanted]
         implied = ImpliedCollective(collective.kind, self.side, letter, collective.bytes_moved, to)
-        split = Split(axis, n, None, None, None, implied)
+        split = Split(axis, n, None, None, None, implied)  # its sides: only `lay_out` reads them
         return Layout(matmul, split, letters[dim], (), **specs)
 
 
-class Neighbours:
+class BodyCollectives:
     """The matmuls and collectives of one manual body, and the views and sums between them.
 
     Attributes:
-        collectives: each collective by its index, or the reason why no ring can do it.
+        eqns: the equations of the body.
+        dots: its `dot_general`s, by the index of the equation.
+        collectives: by the index of each, what it is, or why no ring can do it.
         uses: the makers and readers of the body's values.
     """
 
@@ -122,8 +126,12 @@ class Neighbours:
             if compat.is_collective(eqn)
         }
 
-    def reading(self, position: int) -> tuple[list[Neighbour], set[int]]:
-        """Return the matmuls that read a collective's result, and the indices of all its views."""
+    def matmuls_reading(self, position: int) -> tuple[list[Neighbour], set[int]]:
+        """Return the matmuls that read a collective's result, and the indices of all its views.
+
+        Args:
+            position: the index of the collective's equation.
+        """
         found: list[Neighbour] = []
         positions: set[int] = set()
         views: list[tuple[Any, tuple[Any, ...]]] = [(self.eqns[position].outvars[0], ())]
@@ -133,13 +141,19 @@ class Neighbours:
                 if eqn is not None and reader in self.dots:
                     sides = [s for s, v in zip(("lhs", "rhs"), eqn.invars, strict=True) if v is var]
                     found += [Neighbour(self.dots[reader], side, above) for side in sides]  # type: ignore[arg-type]
-                elif eqn is not None and reader is not None and is_view(eqn):
+                elif eqn is not None and reader is not None and is_chunkwise(eqn):
                     positions.add(reader)
                     views.append((eqn.outvars[0], (*above, eqn)))
         return sorted(found, key=lambda one: one.dot.index), positions
 
-    def summed(self, position: int) -> tuple[list[Neighbour], set[int]] | None:
-        """Return the matmuls whose sum a collective reads, and the indices in between, or None."""
+    def matmuls_summed_into(self, position: int) -> tuple[list[Neighbour], set[int]] | None:
+        """Return the matmuls whose sum a collective reads, and the indices of equations in between.
+
+        None if others read a part of the sum, or one of its terms comes from no matmul.
+
+        Args:
+            position: the index of the collective's equation.
+        """
         terms = self._terms(self.eqns[position].invars[0])
         return terms and (sorted(terms[0], key=lambda one: one.dot.index), terms[1])
 
@@ -150,13 +164,13 @@ class Neighbours:
         eqn = self.eqns[position]
         if position in self.dots:
             return [Neighbour(self.dots[position], "out")], set()
-        if not is_view(eqn) and not is_sum(eqn):
+        if not is_chunkwise(eqn) and not is_sum(eqn):
             return None
         parts = [part for v in eqn.invars if (part := self._terms(v))]
         if len(parts) != len(eqn.invars):
             return None
         found = [one for summands, _ in parts for one in summands]
-        if is_view(eqn):
+        if is_chunkwise(eqn):
             found = [one._replace(views=(*one.views, eqn)) for one in found]
         return found, {position}.union(*(positions for _, positions in parts))
 
@@ -173,20 +187,23 @@ class Neighbours:
         return any(r not in positions for r in self.uses.readers(self.eqns[position].outvars[0]))
 
 
-def possible_rings(found: Neighbours) -> Iterator[Ring]:
-    """Yield each collective with all matmuls that read it, and with those whose sum it reads."""
+def possible_rings(found: BodyCollectives) -> Iterator[Ring]:
+    """Yield a ring for the fitting matmuls that read a collective, or for those that it sums.
+
+    The latter only if all of them fit; without matmuls such as x @ x.T, which read it twice.
+    """
     for position, collective in found.collectives.items():
         if isinstance(collective, Reason):
             continue
         if collective.kind in ("all_gather", "all_to_all"):
-            reading, views = found.reading(position)
+            reading, views = found.matmuls_reading(position)
             met = [one.dot.index for one in reading]
             once = [one for one in reading if met.count(one.dot.index) == 1]  # not x @ x.T
             fit = [one for one in once if one.fits]
             assert collective.dim is not None
             if fit:
                 yield _ring(collective, fit, collective.dim, views)
-        if collective.kind != "all_gather" and (summed := found.summed(position)):
+        if collective.kind != "all_gather" and (summed := found.matmuls_summed_into(position)):
             dim = collective.dim_of_sum
             if dim is not None and all(one.fits for one in summed[0]):
                 yield _ring(collective, summed[0], dim, summed[1])
