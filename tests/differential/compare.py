@@ -13,7 +13,7 @@ import numpy as np
 
 import jaxoverlap
 from jaxoverlap.step.options import Options
-from tests.differential.case import CALLS, Case, draw
+from tests.differential.case import Case, draw
 from tests.differential.layouts import drawn_layouts
 from tests.differential.training import Program
 from tests.differential.world import World
@@ -221,7 +221,7 @@ def _told(warning: warnings.WarningMessage) -> str:
 
 def _calls(case: Case, fn: Callable, name: str) -> Iterator[Call]:
     state = case.first_state()
-    for n in range(CALLS):
+    for n in range(case.calls):
         traces, compiles = case.traces, _compiled.count(name)
         result, given = case.call(fn, state, n)
         leaves, tree = jax.tree.flatten(result)
