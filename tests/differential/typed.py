@@ -192,9 +192,12 @@ def normalized(w: World, label: str, op: Operation, x: jax.Array) -> jax.Array:
 
 
 def reduced(w: World, label: str, op: Operation, x: jax.Array) -> jax.Array:
-    """Sum, average or take the maximum over the dim that is not in the result."""
+    """Sum, average or take a soft maximum over the dim that is not in the result.
+
+    Without optimization XLA:CPU gets the gradient of a maximum wrong: docs/upstream.md.
+    """
     (source,) = (i for i, c in enumerate(op.equation) if c not in op.dims)
-    return w.pick(label, (jnp.mean, jnp.sum, jnp.max))(x, axis=source)
+    return w.pick(label, (jnp.mean, jnp.sum, jax.nn.logsumexp))(x, axis=source)
 
 
 def transposed(w: World, label: str, op: Operation, x: jax.Array) -> jax.Array:
@@ -220,7 +223,7 @@ def looked_up(
 
 
 def scanned(
-    w: World, label: str, op: Operation, x: jax.Array, up: jax.Array, down: jax.Array
+    w: World, label: str, op: Operation, x: jax.Array, scale: jax.Array, *weights: jax.Array
 ) -> jax.Array:
     """Apply two layers of stacked weights; the carry keeps its type."""
     one, other = op.equation.split()
@@ -228,19 +231,18 @@ def scanned(
     gathers = w.chance(f"gathers {label}", 0.5)
 
     def layer(x, weights):
-        up, down = weights
-        if gathers and typed_axes(w):
-            up = reshard(up, at(w, any_spec(w, f"gathered {label}", up)))
-        h = jnp.tanh(einsum(w, f"{label} up", one, x, up))
+        scale, up, down = weights
+        if typed_axes(w):
+            scale = reshard(scale, at(w, P(*spec_of(x)[-1:])))
+            up = reshard(up, at(w, any_spec(w, f"gathered {label}", up))) if gathers else up
+        h = jnp.tanh(einsum(w, f"{label} up", one, x * (1 + scale), up))
         return x + jnp.einsum(other, h, down, out_sharding=kept) * 0.3, None
 
     remat = w.chance(f"remat in {label}", 0.3)
-    return jax.lax.scan(jax.checkpoint(layer) if remat else layer, x, (up, down))[0]
+    return jax.lax.scan(jax.checkpoint(layer) if remat else layer, x, (scale, *weights))[0]
 
 
-def in_automatic_axes(
-    w: World, label: str, op: Operation, x: jax.Array, y: jax.Array
-) -> jax.Array:
+def in_automatic_axes(w: World, label: str, op: Operation, x: jax.Array, y: jax.Array) -> jax.Array:
     """Multiply where some or all explicit axes are automatic."""
     typed = sorted(typed_axes(w))
     if not typed:
@@ -317,11 +319,13 @@ def _other(rng: np.random.Generator, drawn: Drawn) -> Operation | None:
         return Operation(run, (x,), "".join(rng.permutation(list(dims))), dims)
     if run is scanned:
         last, new = dims[-1], str(rng.choice([c for c in DIMS if c not in dims]))
-        up, down = drawn.weight(f"L{last}{new}"), drawn.weight(f"L{new}{last}")
+        weights = [drawn.weight(f"L{c}") for c in (last, last + new, new + last)]
         h = dims[:-1] + new
         pair = f"{dims},{last}{new}->{h} {h},{new}{last}->{dims}"
-        return Operation(run, (x, up, down), dims, pair)
+        return Operation(run, (x, *weights), dims, pair)
     if run is looked_up:
+        if len(dims) == 1:
+            return None
         rows = str(rng.choice([c for c in DIMS if c not in dims]))
         drawn.ids.append((dims[:-1], rows))
         table = drawn.weight(f"{rows}{dims[-1]}")
@@ -346,6 +350,7 @@ def typed(w: World) -> Program:
         spec = w.wild(label, shape[stacked:], even=True)
         return Leaf(values.astype(w.kept), P(None, *spec) if stacked else spec)
 
+    read = {n for op in drawn.operations for n in op.operands}
     params = [leaf(f"weight {i}", dims, 0.7) for i, dims in enumerate(drawn.weights)]
 
     def loss(params, x, *ids):
@@ -361,7 +366,9 @@ def typed(w: World) -> Program:
 
             remat = w.chance(f"remat {i}", REMAT)
             values.append((jax.checkpoint(run) if remat else run)(*operands))
-        return sum(jnp.mean(jnp.square(v.astype(jnp.float32))) for v in values[-2:])
+        ends = [v for i, v in enumerate(values) if i not in read]
+        # A sum, no mean: a gradient is then so large that an error of it shows in the new weight.
+        return sum(jnp.sum(jnp.square(v.astype(jnp.float32))) for v in ends)
 
     def data(n):
         ids = (
