@@ -206,9 +206,8 @@ def _reference(case: Case) -> Run:
 
 
 def _same_refusal(error: Exception, ours: Exception | None) -> list[str]:
-    if type(ours) is type(error) and _first(ours) == _first(error):
-        return []
-    return [f"plain raises {_first(error)}; overlapped {_first(ours) if ours else 'does not'}"]
+    text = _first(ours) if ours else "does not"
+    return [] if text == _first(error) else [f"plain raises {_first(error)}; overlapped {text}"]
 
 
 def _first(error: Exception) -> str:

@@ -6,7 +6,7 @@ it to JAX. Whether JAX accepts a step is JAX's matter: about one in ten it refus
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -84,6 +84,7 @@ class Drawn:
 
 
 def typed_axes(w: World) -> set[str]:
+    """Return the mesh's explicit axes."""
     return set(w.sizes) - w.automatic
 
 
@@ -98,6 +99,7 @@ def any_spec(w: World, label: str, x: Any) -> P:
 
 
 def spec_of(x: jax.Array) -> P:
+    """Return the sharding in the type of a value."""
     return jax.typeof(x).sharding.spec
 
 
@@ -137,7 +139,7 @@ def _is_inferable(equation: str, x: jax.Array, y: jax.Array) -> bool:
     if any(lhs[c] != rhs[c] if c in out else lhs[c] and rhs[c] for c in lhs.keys() & rhs.keys()):
         return False
     entries = [lhs.get(c) or rhs.get(c) for c in out]
-    axes = [a for e in entries for a in ((e,) if isinstance(e, str) else e or ())]
+    axes = _axes(entries)
     return len(axes) == len(set(axes))
 
 
@@ -145,11 +147,13 @@ def _is_inferable(equation: str, x: jax.Array, y: jax.Array) -> bool:
 
 
 def multiplied(w: World, label: str, op: Operation, x: jax.Array, y: jax.Array) -> jax.Array:
+    """Multiply two values, or a value and a weight."""
     out = einsum(w, label, op.equation, x, y)
     return jnp.tanh(out) if w.rng(f"tanh {label}").random() < 0.4 else out
 
 
 def resharded(w: World, label: str, op: Operation, x: jax.Array) -> jax.Array:
+    """Reshard over the explicit axes; without any, constrain."""
     if not typed_axes(w):
         return constrained(w, label, op, x)
     w.said[label] = f"reshard {any_spec(w, label, x)}"
@@ -160,21 +164,20 @@ def constrained(w: World, label: str, op: Operation, x: jax.Array) -> jax.Array:
     """Constrain the automatic axes; without any, reshard."""
     if not w.automatic:
         return resharded(w, label, op, x)
-    held = set(_axes(spec_of(x)))
     spec = [*w.by_kind(w.wild(label, x.shape, even=True))[1]]
     spec += [None] * (x.ndim - len(spec))
     if w.rng(f"open {label}").random() < 0.3:
         spec = [P.UNCONSTRAINED if entry is None else entry for entry in spec]
-    assert not held & w.automatic
     w.said[label] = f"constrain {spec}"
     return jax.lax.with_sharding_constraint(x, at(w, P(*spec)))
 
 
-def _axes(spec: P) -> list[str]:
+def _axes(spec: Iterable[Any]) -> list[str]:
     return [a for e in spec for a in ((e,) if isinstance(e, str) else e or ())]
 
 
 def pointwise(w: World, label: str, op: Operation, x: jax.Array) -> jax.Array:
+    """Apply an elementwise function, or a softmax over the last dim."""
     fn = w.pick(label, (jnp.tanh, jax.nn.gelu, jax.nn.silu, jnp.sin, jax.nn.softmax))
     return fn(x)
 
@@ -187,6 +190,7 @@ def added(w: World, label: str, op: Operation, x: jax.Array, y: jax.Array) -> ja
 
 
 def normalized(w: World, label: str, op: Operation, x: jax.Array) -> jax.Array:
+    """Divide by the root mean square over a drawn dim."""
     dim = int(w.rng(f"dim {label}").integers(x.ndim))
     return x * jax.lax.rsqrt(jnp.mean(jnp.square(x), dim, keepdims=True) + 1)
 
@@ -201,6 +205,7 @@ def reduced(w: World, label: str, op: Operation, x: jax.Array) -> jax.Array:
 
 
 def transposed(w: World, label: str, op: Operation, x: jax.Array) -> jax.Array:
+    """Permute the dims."""
     return jnp.transpose(x, [op.equation.index(c) for c in op.dims])
 
 
@@ -261,7 +266,7 @@ def in_automatic_axes(w: World, label: str, op: Operation, x: jax.Array, y: jax.
     like = jax.eval_shape(lambda x, y: jnp.einsum(op.equation, x, y), _untyped(x), _untyped(y))
     out = any_spec(w, f"out of {label}", like)
     w.said[label] = f"auto_axes {axes} to {out}"
-    return jax.sharding.auto_axes(inner, axes=axes, out_sharding=at(w, out))(x, y)
+    return jax.sharding.auto_axes(axes=axes, out_sharding=at(w, out))(inner)(x, y)
 
 
 def in_explicit_axes(w: World, label: str, op: Operation, x: jax.Array, y: jax.Array) -> jax.Array:
@@ -275,7 +280,7 @@ def in_explicit_axes(w: World, label: str, op: Operation, x: jax.Array, y: jax.A
 
     specs = tuple(w.wild(f"{label} {i}", v.shape, even=True) for i, v in enumerate((x, y)))
     w.said[label] = f"explicit_axes {specs}"
-    return jax.sharding.explicit_axes(inner, in_sharding=specs)(x, y)
+    return jax.sharding.explicit_axes(in_sharding=specs)(inner)(x, y)
 
 
 MATMULS = (multiplied, multiplied, multiplied, multiplied, in_automatic_axes, in_explicit_axes)
