@@ -291,9 +291,9 @@ OTHERS = (
 
 
 def operations_of(rng: np.random.Generator, size: dict[str, int]) -> Drawn:
-    """Draw three to six operations, the first a matmul or a scan."""
+    """Draw two to five operations, the first a matmul."""
     drawn = Drawn(size, [some_dims(rng)])
-    for n in range(int(rng.integers(3, 7))):
+    for n in range(int(rng.integers(2, 6))):
         if n == 0 or rng.random() < 0.5:
             drawn.add(_matmul(rng, drawn))
         else:
