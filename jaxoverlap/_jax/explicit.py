@@ -255,6 +255,7 @@ class _Untyped:
         return jaxpr.replace(
             invars=invars,
             constvars=constvars,
+            consts=jaxpr.consts,
             eqns=eqns,
             outvars=outvars,
             debug_info=jaxpr.debug_info,  # JAX drops the names of arguments that are replaced

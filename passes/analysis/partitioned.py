@@ -104,7 +104,8 @@ def partitioned(
     Raises:
         RewriteError: if XLA does not partition the step.
     """
-    if not ask:
+    computes = bool(jaxpr.outvars or jaxpr.effects)  # if not, XLA removes all before Shardy runs
+    if not ask or not computes:
         spmd_program = _partition(traced, jaxpr, mesh, options=options)
         return SpmdProgram({}, spmd_program.results, spmd_program.text, mesh.size)
     asked: dict[Any, _Asked] = {}

@@ -37,13 +37,14 @@ def run(step: EditedStep, edits: Sequence[Pin]) -> EditedStep:
 def pinnable(jaxpr: Any) -> Iterator[Dot]:
     """Yield the matmuls of a step whose results may be pinned: those that the partitioner splits.
 
-    Those in manual code are not among them, nor those that the user constrains.
+    Those in manual code are not among them, nor those that the user constrains, nor those whose
+    types state their shardings, as in `jax.sharding.explicit_axes`.
     """
     for body in bodies(jaxpr):
         if not body.opaque and body.dots:
             reshards = Reshards(body)
             for dot in body.dots:
-                free = dot.inside is None and not compat.states_some(dot.eqn.outvars[0])
+                free = dot.inside is None and not compat.stated_axes(dot.eqn)
                 if free and not reshards.end(dot.eqn.outvars[0]).reshards:
                     yield dot
 

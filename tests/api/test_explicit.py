@@ -10,6 +10,8 @@ from jax.sharding import AxisType, NamedSharding, reshard
 from jax.sharding import PartitionSpec as P
 
 import jaxoverlap
+from jaxoverlap.passes.analysis.flatten import flatten
+from jaxoverlap.passes.layouts.pins import pinnable
 from tests.support.pods import marked
 from tests.support.pods import pytestmark as pods
 
@@ -175,6 +177,19 @@ def test_explicit_axes_in_a_step_on_an_automatic_mesh_are_left_alone(automatic, 
     assert "over no axis" in skip.reason and "explicit_axes" in skip.reason
     assert [d.kind for d in plan.decisions] == ["all_gather_matmul"] * 2
     np.testing.assert_allclose(step(*args), jax.jit(mixed)(*args), rtol=1e-5, atol=1e-6)
+
+
+def test_matmuls_in_explicit_axes_are_not_pinned(automatic):
+    """No constraint may change what a type states."""
+
+    def step(x, w, v):
+        stated = (P("data", None), P(None, "model"))
+        y = jax.sharding.explicit_axes(jnp.matmul, in_sharding=stated)(x @ w, v)
+        return y.T @ y
+
+    x, w, _, v = mixed_arguments(automatic)
+    sites = [dot.index for dot in pinnable(flatten(jax.make_jaxpr(step)(x, w, v).jaxpr))]
+    assert sites == [0, 2]
 
 
 def test_gradients_through_explicit_axes(automatic):

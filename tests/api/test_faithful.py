@@ -287,6 +287,35 @@ def test_gradients_of_an_explicit_mesh():
     assert differs({"data": 2, "model": 2}, explicit_gradients, explicit=True) == []
 
 
+def closed_over(mesh):
+    """Build a step on an explicit mesh that closes over numbers of rows and a sharded table."""
+    rows, table = np.arange(16)[::-1], Leaf(normal(2, 8, 16), P("model", None)).placed(mesh)
+    x_at, out_at = NamedSharding(mesh, P("data", None)), NamedSharding(mesh, P(None, "model"))
+
+    def loss(p, x):
+        x = x.at[jnp.asarray(rows)].get(out_sharding=x_at)
+        y = jnp.einsum("ij,jk->ik", x, p, out_sharding=out_at)
+        return jnp.mean(jnp.einsum("ik,kl->il", y, table, out_sharding=x_at) ** 2)
+
+    x = Leaf(normal(0, 16, 32), P("data"))
+    weights = Leaf(normal(1, 32, 8), P("data"))
+    return Program(jax.grad(loss), [weights], lambda n: [x], 0, apply=descend)
+
+
+def test_constants_of_a_step_on_an_explicit_mesh():
+    assert differs({"data": 2, "model": 2}, closed_over, explicit=True) == []
+
+
+def without_results(mesh):
+    """Build a step that returns nothing, so that XLA is given an empty program."""
+    x, w = (Leaf(normal(i, 16, 16), P("data")) for i in range(2))
+    return Program(lambda x, w: (x @ w, ())[1], [], lambda n: [x, w], ())
+
+
+def test_a_step_without_results():
+    assert differs({"data": 2, "model": 2}, without_results) == []
+
+
 def accumulated(mesh):
     """Build a step of two microbatches, each over half of the batch's axis."""
 

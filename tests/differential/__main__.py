@@ -9,6 +9,7 @@ import sys
 import time
 import traceback
 from collections import defaultdict
+from typing import Any
 
 os.environ["JAX_PLATFORMS"] = "cpu"
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")  # XLA warns of every odd layout
@@ -18,8 +19,8 @@ import jax
 
 jax.config.update("jax_num_cpu_devices", 8)
 
-from tests.differential.case import draw  # noqa: E402 - after the devices
-from tests.differential.compare import Comparison, compared  # noqa: E402
+from tests.differential.case import Case, draw  # noqa: E402 - after the devices
+from tests.differential.compare import Comparison, compared, typed_case  # noqa: E402
 
 
 def main() -> int:
@@ -33,18 +34,29 @@ def main() -> int:
         help="run each reference, also where overlapped and plain agree",
     )
     parser.add_argument("--halved", action="store_true", help="cut the rows in halves")
+    parser.add_argument(
+        "--typed",
+        action="store_true",
+        help="steps that state shardings, on explicit and mixed meshes; the seed chooses the edits",
+    )
     asked = parser.parse_args()
     if asked.seed is not None:
-        return _one(asked.seed, asked.always, asked.halved)
+        return _one(asked.seed, asked)
     match = re.fullmatch(r"(\d+):(\d+)", asked.seeds)
     if not match:
         parser.error(f"--seeds {asked.seeds}: expected first:last, as in 0:200")
-    return _many(range(int(match[1]), int(match[2])), asked.always, asked.halved)
+    return _many(range(int(match[1]), int(match[2])), asked)
 
 
-def _one(seed: int, always: bool, halved: bool) -> int:
-    case = draw(seed)
-    comparison = compared(case, always=always, halved=halved)
+def _drawn(seed: int, asked: argparse.Namespace) -> tuple[Case, dict[str, Any]]:
+    """Return the step of a seed, and the arguments of `compared`."""
+    case, more = typed_case(seed) if asked.typed else (draw(seed), {"halved": asked.halved})
+    return case, {**more, "always": asked.always}
+
+
+def _one(seed: int, asked: argparse.Namespace) -> int:
+    case, more = _drawn(seed, asked)
+    comparison = compared(case, **more)
     print(case)
     print(f"  {comparison.ringed} matmuls ringed")
     for note in comparison.notes:
@@ -56,13 +68,13 @@ def _one(seed: int, always: bool, halved: bool) -> int:
     return 1 if comparison.differences else 0
 
 
-def _many(seeds: range, always: bool, halved: bool) -> int:
+def _many(seeds: range, asked: argparse.Namespace) -> int:
     kinds: dict[str, list[int]] = defaultdict(list)
     failed, ringed, began = [], 0, time.perf_counter()
     for n, seed in enumerate(seeds):
         print(f"{n + 1}/{len(seeds)} seed {seed}", end=" ", flush=True)
         start = time.process_time()
-        comparison = _tried(seed, always, halved)
+        comparison = _tried(seed, asked)
         ringed += comparison.ringed
         print(f"{time.process_time() - start:.1f} s of CPU, {comparison.ringed} ringed", end="")
         print(f", {comparison.differences[0]}" if comparison.differences else "", flush=True)
@@ -83,11 +95,11 @@ def _many(seeds: range, always: bool, halved: bool) -> int:
     return 1 if failed else 0
 
 
-def _tried(seed: int, always: bool, halved: bool) -> Comparison:
+def _tried(seed: int, asked: argparse.Namespace) -> Comparison:
     try:
-        case = draw(seed)
+        case, more = _drawn(seed, asked)
         print(case.name, end=" ", flush=True)
-        return compared(case, always=always, halved=halved)
+        return compared(case, **more)
     except Exception as error:
         return Comparison(
             [f"harness: {type(error).__name__}: {str(error).splitlines()[0][:200]}"], []

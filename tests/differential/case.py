@@ -12,7 +12,7 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding
 
-from tests.differential import models, others, signals
+from tests.differential import models, others, signals, typed
 from tests.differential.training import Program
 from tests.differential.world import Leaf, World
 
@@ -26,6 +26,7 @@ PROGRAMS: tuple[tuple[Callable[[World], Program], int], ...] = (
 )  # fmt: skip
 GRAPHS = (others.graph,)  # of matmuls: they compile soonest
 SIGNALS = signals.PROGRAMS  # drawn apart, so that seeds of the others stay
+TYPED = (typed.typed,)  # the same
 MAY_BE_EXPLICIT = (models.regression, models.residual_scan, others.graph)
 MIXED_CHANCE = 0.4  # of the explicit steps on several axes
 CALLS = 3
@@ -47,6 +48,7 @@ class Case:
         bound: whether static arguments are bound by functools.partial.
         from_host: whether inputs come as numpy arrays, which in_shardings place.
         bare: whether the user leaves jit to overlap().
+        calls: how often it is called.
     """
 
     name: str
@@ -60,6 +62,7 @@ class Case:
     bound: bool = False
     from_host: bool = False
     bare: bool = False
+    calls: int = CALLS
     traces: int = 0
 
     def __post_init__(self) -> None:
@@ -157,6 +160,10 @@ def draw(
         w.explicit, w.said["explicit"] = True, "yes"
         if len(w.sizes) > 1 and (mixed or w.rng("mixed").random() < MIXED_CHANCE):
             w.automatic = frozenset((w.pick("automatic", [*w.sizes]),))
+    calls = CALLS
+    if maker in TYPED:
+        typed.draw_axes(w)
+        calls = w.pick("calls", (1, 1, 2))
     mesh = w.mesh()
     with jax.set_mesh(mesh) if w.ambient else contextlib.nullcontext():
         program = maker(w)
@@ -173,6 +180,7 @@ def draw(
         bound=bool(program.static) and w.chance("partial", 0.3),
         from_host=stated and None not in settings["in_shardings"] and w.chance("from hosts", 0.4),
         bare=not settings,
+        calls=calls,
     )
 
 

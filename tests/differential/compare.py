@@ -12,8 +12,9 @@ import jax.numpy as jnp
 import numpy as np
 
 import jaxoverlap
+from jaxoverlap.plan.decisions import Variant
 from jaxoverlap.step.options import Options
-from tests.differential.case import CALLS, Case, draw
+from tests.differential.case import TYPED, Case, draw
 from tests.differential.layouts import drawn_layouts
 from tests.differential.training import Program
 from tests.differential.world import World
@@ -21,6 +22,19 @@ from tests.differential.world import World
 TOGETHER = 10  # seeds a test
 # Seeds on whose plain step XLA ends the process: a check in how it shards dots.
 ABORTS = frozenset({1308})
+# How steps that state shardings are overlapped, so that all kinds of edits are made on such meshes.
+WAYS: tuple[dict[str, Any], ...] = (
+    {},
+    {"halved": True},
+    {"laid_out": True},
+    {"laid_out": True, "halved": True},
+    {"options": Options(layers_ahead=True, rings=False, layouts=None, halves=None)},
+    {"options": Options(layers_ahead=True, halves=2)},
+    {"options": Options(late_sums=True, layouts=None, halves=None)},
+    {"options": Options(late_sums=True, halves=2)},
+    {"options": Options(granularity=Variant("two_way"), fsdp="ring")},
+    {"options": Options(granularity=Variant("sliced", 2), halves=2)},
+)
 HARMLESS = ("overlap() changes nothing", "overlap() rewrites nothing")
 _COMPILED = "/jax/core/compile/backend_compile_duration"
 _compiled: list[str] = []
@@ -94,6 +108,11 @@ def differing(
     return {seed: texts for seed, texts in differences.items() if texts}
 
 
+def typed_case(seed: int) -> tuple[Case, dict[str, Any]]:
+    """Draw a step that states shardings, and the arguments of `compared` that say what is edited."""
+    return draw(seed, among=TYPED), WAYS[seed % len(WAYS)]
+
+
 def differences(case: Case) -> list[str]:
     """List the differences of a case's overlapped step from its plain one."""
     return compared(case).differences
@@ -119,11 +138,11 @@ def compared(
         options: those of the overlapped step, in place of the two before.
     """
     plain = _run(case, case.fn)
-    if plain.error is not None:
-        return Comparison(
-            _same_refusal(case, plain.error), [f"plain refuses: {_first(plain.error)}"]
-        )
     again = case.built(False)
+    if plain.error is not None:  # a refused step has no jaxpr to draw layouts for
+        ours = _run(again, _overlapped(again, halved=halved, options=options))
+        refused = _same_refusal(plain.error, ours.error)
+        return Comparison(refused, [f"plain refuses: {_first(plain.error)}"])
     overlapped = _overlapped(again, laid_out=laid_out, halved=halved, options=options)
     ours = _run(again, overlapped)
     ringed = _ringed(overlapped)
@@ -186,12 +205,9 @@ def _reference(case: Case) -> Run:
     return run
 
 
-def _same_refusal(case: Case, error: Exception) -> list[str]:
-    again = case.built(False)
-    ours = _run(again, _overlapped(again)).error
-    if type(ours) is type(error):
-        return []
-    return [f"plain raises {_first(error)}; overlapped {_first(ours) if ours else 'does not'}"]
+def _same_refusal(error: Exception, ours: Exception | None) -> list[str]:
+    text = _first(ours) if ours else "does not"
+    return [] if text == _first(error) else [f"plain raises {_first(error)}; overlapped {text}"]
 
 
 def _first(error: Exception) -> str:
@@ -221,7 +237,7 @@ def _told(warning: warnings.WarningMessage) -> str:
 
 def _calls(case: Case, fn: Callable, name: str) -> Iterator[Call]:
     state = case.first_state()
-    for n in range(CALLS):
+    for n in range(case.calls):
         traces, compiles = case.traces, _compiled.count(name)
         result, given = case.call(fn, state, n)
         leaves, tree = jax.tree.flatten(result)
@@ -249,6 +265,7 @@ def _facts(leaf: Any) -> dict[str, Any]:
         "memory kind": leaf.sharding.memory_kind,
         "committed": leaf.committed,
         "type of sharding": type(leaf.sharding).__name__,
+        "type": jax.typeof(leaf),
     }
 
 

@@ -6,8 +6,9 @@ import zlib
 from collections.abc import Iterator
 
 import numpy as np
+from jax.sharding import AxisType
 
-from jaxoverlap._jax import jits
+from jaxoverlap._jax import explicit, jits
 from jaxoverlap.passes.analysis.flatten import flatten
 from jaxoverlap.passes.analysis.jaxprs import dots
 from jaxoverlap.passes.layouts import moved_first
@@ -52,10 +53,13 @@ def _moved(jaxpr, rng: np.random.Generator) -> Iterator[MovedFirst]:
 
 
 def _traced(case: Case):
-    """Return the flattened jaxpr of the case's first call."""
+    """Return the flattened jaxpr of the case's first call, without types if all axes are explicit."""
 
     def given(*args, **kwargs):
         return jits.infer(case.fn, args, kwargs), None
 
     (call, _), _ = case.call(given, case.first_state(), 0)
-    return flatten(call.params["jaxpr"])
+    jaxpr = flatten(call.params["jaxpr"])
+    if set(case.mesh.axis_types) == {AxisType.Explicit}:
+        return explicit.automatic(jaxpr, case.mesh, inferred=True)
+    return jaxpr  # on a mesh of both kinds types may stay, which rules out pins

@@ -224,33 +224,50 @@ class Matmuls:
     all: list[tuple[int, int, str]]
 
 
+def some_dims(rng: np.random.Generator) -> str:
+    """Draw the dims of a value."""
+    return "".join(rng.permutation(list(DIMS))[: rng.integers(2, 4)])
+
+
 def matmuls_of(rng: np.random.Generator, size: dict[str, int]) -> Matmuls:
     """Draw matmuls of any value so far with a weight or another value, summed over shared dims."""
-
-    def some() -> str:
-        return "".join(rng.permutation(list(DIMS))[: rng.integers(2, 4)])
-
-    values = [some(), some()]
+    values = [some_dims(rng), some_dims(rng)]
     drawn = Matmuls(list(values), [], [])
     for _ in range(int(rng.integers(3, 8))):
-        at = int(rng.integers(len(values)))
-        others = [i for i, v in enumerate(values) if i != at and set(v) & set(values[at])]
-        by = int(rng.choice(others)) if others and rng.random() < 0.35 else None
-        rhs = some() if by is None else values[by]
-        if not set(rhs) & set(values[at]):
-            rhs = values[at][-1] + rhs[:2]
-        shared = [c for c in values[at] if c in rhs]
-        summed = {str(c) for c in rng.permutation(shared)[: rng.integers(1, len(shared) + 1)]}
-        out = [c for c in dict.fromkeys(values[at] + rhs) if c not in summed]
-        out = [str(c) for c in rng.permutation(out)] if rng.random() < 0.4 else out
-        if not 1 <= len(out) <= 4 or np.prod([size[c] for c in out]) > 1 << 16:
-            continue
-        if by is None:
-            drawn.weights.append(rhs)
-            by = -len(drawn.weights)
-        drawn.all.append((at, by, f"{values[at]},{rhs}->{''.join(out)}"))
-        values.append("".join(out))
+        matmul = matmul_of(rng, values, drawn.weights, size)
+        if matmul is not None:
+            drawn.all.append(matmul)
+            values.append(matmul[2].split("->")[1])
     return drawn
+
+
+def matmul_of(
+    rng: np.random.Generator,
+    values: list[str],
+    weights: list[str],
+    size: dict[str, int],
+    most: int = 1 << 16,
+) -> tuple[int, int, str] | None:
+    """Draw a matmul, as `Matmuls.all` has it; None if its result has over `most` elements.
+
+    A weight that it multiplies by is added to the weights.
+    """
+    at = int(rng.integers(len(values)))
+    others = [i for i, v in enumerate(values) if i != at and set(v) & set(values[at])]
+    by = int(rng.choice(others)) if others and rng.random() < 0.35 else None
+    rhs = some_dims(rng) if by is None else values[by]
+    if not set(rhs) & set(values[at]):
+        rhs = values[at][-1] + rhs[:2]
+    shared = [c for c in values[at] if c in rhs]
+    summed = {str(c) for c in rng.permutation(shared)[: rng.integers(1, len(shared) + 1)]}
+    out = [c for c in dict.fromkeys(values[at] + rhs) if c not in summed]
+    out = [str(c) for c in rng.permutation(out)] if rng.random() < 0.4 else out
+    if not 1 <= len(out) <= 4 or np.prod([size[c] for c in out]) > most:
+        return None
+    if by is None:
+        weights.append(rhs)
+        by = -len(weights)
+    return at, by, f"{values[at]},{rhs}->{''.join(out)}"
 
 
 def graph(w: World) -> Program:

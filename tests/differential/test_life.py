@@ -31,14 +31,6 @@ def test_halves_of_drawn_convolutions_groups_and_transforms_change_nothing(first
     assert differing(range(first, first + TOGETHER), among=SIGNALS, halved=True) == {}
 
 
-def test_drawn_steps_on_explicit_and_automatic_axes_live_as_under_jit():
-    seeds = (14, 202, 234, 15)  # 202: its inputs come from hosts, so they have no types
-    for seed in seeds:
-        case = draw(seed, among=MAY_BE_EXPLICIT, mixed=True)
-        assert "automatic" in case.said
-        assert compared(case).differences == [], seed
-
-
 SCANS = (models.residual_scan, models.language_model, models.accumulated)
 LAYERS_AHEAD = Options(layers_ahead=True, rings=False, layouts=None, halves=None)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -120,9 +120,17 @@ def optimizer_state(w: World, tx: optax.GradientTransformation, params: Any) -> 
 # -- steps ----------------------------------------------------------------------------------------
 
 
-def trained(w: World, params: Any, loss: Callable, inputs: Callable[[int], list[Any]]) -> Program:
+KINDS = ("optax", "state dict", "sgd", "sgd", "sgd", "grad", "value_and_grad", "aux")
+
+
+def trained(
+    w: World,
+    params: Any,
+    loss: Callable,
+    inputs: Callable[[int], list[Any]],
+    kinds: Sequence[str] = KINDS,
+) -> Program:
     """Build a step around loss(params, *inputs) in one of the ways that people write it."""
-    kinds = ("optax", "state dict", "sgd", "sgd", "sgd", "grad", "value_and_grad", "aux")
     kind = w.pick("step", kinds)
     if w.compute == jnp.float32 and w.chance("jacobian", 0.02):
         kind = "jacfwd of grad"

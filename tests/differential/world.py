@@ -235,7 +235,7 @@ class World:
                 spec = P(P.UNCONSTRAINED, *tuple(spec)[1:])
         self.said[f"pin {label}"] = str(spec)
         if self.explicit:
-            typed, rest = self._by_kind(spec)
+            typed, rest = self.by_kind(spec)
             x = jax.sharding.reshard(x, NamedSharding(self.mesh(), typed))
             if not self.automatic:
                 return x
@@ -243,7 +243,7 @@ class World:
         at = spec if self.ambient else NamedSharding(self.mesh(), spec)
         return jax.lax.with_sharding_constraint(x, at)
 
-    def _by_kind(self, spec: P) -> tuple[P, P]:
+    def by_kind(self, spec: P) -> tuple[P, P]:
         """Split a spec into its explicit and its automatic axes."""
         dims = [(e,) if isinstance(e, str) else tuple(e or ()) for e in spec]
         typed = [tuple(a for a in axes if a not in self.automatic) for axes in dims]
@@ -253,7 +253,7 @@ class World:
     def einsum(self, label: str, equation: str, x: jax.Array, y: jax.Array) -> jax.Array:
         """Multiply, in one of the ways to write a matmul."""
         if self.explicit:
-            at = NamedSharding(self.mesh(), self._stated(equation, x, y))
+            at = NamedSharding(self.mesh(), self.stated(equation, x, y))
             return jnp.einsum(equation, x, y, out_sharding=at)
         way = self.rng(f"written {label}").random()
         if not _is_matmul(equation) or way < 0.45:
@@ -262,7 +262,7 @@ class World:
             return x @ y
         return jnp.dot(x, y) if way < 0.95 else jax.vmap(lambda row: row @ y)(x)
 
-    def _stated(self, equation: str, x: jax.Array, y: jax.Array) -> P:
+    def stated(self, equation: str, x: jax.Array, y: jax.Array) -> P:
         """Return the result's sharding that operands of stated shardings suggest."""
         operands, out = equation.split("->")
         where: dict[str, Any] = {}
