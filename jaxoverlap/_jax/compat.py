@@ -24,8 +24,10 @@ from jax._src import (
     source_info_util,
 )
 from jax._src import shard_map as shard_maps
+from jax._src.interpreters import partial_eval as pe
 from jax._src.mesh import empty_abstract_mesh, use_abstract_mesh
 from jax._src.named_sharding import UNSPECIFIED
+from jax._src.state.types import AbstractRef
 from jax.experimental.xla_metadata import set_xla_metadata
 
 Jaxpr = core.Jaxpr
@@ -78,12 +80,27 @@ def stated_spec(var: Any) -> tuple[tuple[str, ...], ...] | None:
     return axes_by_dim(typed_spec(var), var.aval.ndim)
 
 
+def live(jaxpr: Any) -> Any:
+    """Return a jaxpr with only the inputs and equations that its results or effects depend on."""
+    return pe.dce_jaxpr(jaxpr, [True] * len(jaxpr.outvars))[0]
+
+
+def takes_mutable(jaxpr: Any) -> bool:
+    """Return whether a jaxpr takes or closes over mutable arrays."""
+    return any(isinstance(v.aval, AbstractRef) for v in (*jaxpr.invars, *jaxpr.constvars))
+
+
+def partitions(spec: jax.sharding.PartitionSpec) -> tuple[Any, ...]:
+    """Return what a spec says of each dim; newer JAX iterates over none with unreduced axes."""
+    return tuple(getattr(spec, "partitions", spec))
+
+
 def axes_by_dim(spec: jax.sharding.PartitionSpec, ndim: int) -> tuple[tuple[str, ...], ...]:
     """The mesh axes on each dim of a value, major to minor; a spec may name fewer dims.
 
     Of a dim that is left to the partitioner no axes are known.
     """
-    known = (None if e is jax.sharding.PartitionSpec.UNCONSTRAINED else e for e in spec)
+    known = (None if e is jax.sharding.PartitionSpec.UNCONSTRAINED else e for e in partitions(spec))
     entries = (*known, *[None] * ndim)[:ndim]
     return tuple((e,) if isinstance(e, str) else tuple(e or ()) for e in entries)
 

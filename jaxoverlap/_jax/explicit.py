@@ -270,7 +270,7 @@ class _Untyped:
             yield self.changed(_with_explicit_axes(eqn), invars, outvars)
             return
         stated = [p for p in _STATED if isinstance(eqn.params.get(p), NamedSharding)]
-        full = not any(axes for p in stated for axes in eqn.params[p].spec)
+        full = not any(axes for p in stated for axes in compat.partitions(eqn.params[p].spec))
         by_jax = full and self.is_transposed(eqn) and self.read.issuperset(eqn.outvars)
         if stated:
             eqn = eqn.replace(params={**eqn.params, **dict.fromkeys(stated)})

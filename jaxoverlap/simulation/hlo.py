@@ -33,6 +33,7 @@ _ARRAY = re.compile(r"(\w+?)\[([\d,<=]*)\]")
 _LAYOUT = re.compile(r"\]\{([\d,]+)[:}]")
 _DONATED = re.compile(r"\{(\d*)\}: \(\d+, \{\}, \w+-alias\)")
 _CUT = "it seems to be truncated; give the full text"
+_COLLECTIVE_KERNEL = '"kind":"__triton_collective"'
 _TABLES = ("FileNames", "FunctionNames", "FileLocations", "StackFrames")
 
 _BRACKETS = re.compile(r"[({\[]")
@@ -229,9 +230,38 @@ def _parsed(text: str) -> Module:
     if not entry or not closed:
         raise ValueError(f"the text of {name} has no end, or no entry computation: {_CUT}")
     counts = re.findall(r"(?:num_partitions|replica_count)=(\d+)", head)
+    if _COLLECTIVE_KERNEL in text:
+        computations = {key: _unfused(value, computations) for key, value in computations.items()}
     frozen = {key: tuple(value) for key, value in computations.items()}
     donated = frozenset(int(result or 0) for result in _DONATED.findall(head))
     return Module(name, entry, math.prod(map(int, counts)), frozen, _frames(text), donated)
+
+
+def _unfused(
+    body: list[Instruction], computations: Mapping[str, list[Instruction]]
+) -> list[Instruction]:
+    """Return a body with the collectives that XLA put into kernels of its own as collectives.
+
+    A small all-reduce is a fusion that holds nothing else, and may be asynchronous. Its seconds are
+    then those of NCCL: no such kernel was measured.
+    """
+    found: dict[str, Instruction] = {}  # by the name of the fusion or its start
+    result: list[Instruction] = []
+    for outer in body:
+        if _COLLECTIVE_KERNEL in outer.line:
+            inside = (i for name in outer.called for i in computations.get(name, ()) if i.is_root)
+            inner = found.get(outer.operands[0]) or next(inside, None)
+            if inner is not None:
+                found[outer.name] = inner
+                opcode = inner.opcode + outer.opcode.removeprefix("fusion")
+                attributes = inner.line.partition(f" {inner.opcode}(")[2].partition(")")[2]
+                control = outer.attribute("control-predecessors")
+                attributes += f", control-predecessors={control}" if control else ""
+                head = outer.line.partition(f" {outer.opcode}(")[0]
+                line = f"{head} {opcode}({', '.join(outer.operands)}){attributes}"
+                outer = replace(outer, opcode=opcode, line=line)
+        result.append(outer)
+    return result
 
 
 def _instruction(name: str, rest: str, line: str) -> Instruction:

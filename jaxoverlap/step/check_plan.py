@@ -81,10 +81,12 @@ def _type_and_sharding(var: Any, sharding: Any) -> str:
     dims = [str(size) for size in aval.shape]
     memory = ""
     if isinstance(sharding, NamedSharding):
-        for d, axes in enumerate(sharding.spec):
+        spec = sharding.spec
+        for d, axes in enumerate(compat.partitions(spec)):
             if axes is not None:
                 dims[d] += f"@{'+'.join(axes) if isinstance(axes, tuple) else axes}"
-        memory = " ".join(filter(None, ("", memory_text(sharding))))
+        partial = str(spec) if spec.unreduced or spec.reduced else ""
+        memory = " ".join(filter(None, ("", partial, memory_text(sharding))))
     elif dims:  # where a number lies is of no account
         named = isinstance(sharding, jax.sharding.Sharding)
         memory = f", {type(sharding).__name__}" if named else ", anywhere"

@@ -20,7 +20,7 @@ from jaxoverlap.hardware.topology import cluster_of, processes_of_one
 from jaxoverlap.passes.analysis.einsum import Spec
 from jaxoverlap.passes.analysis.errors import UserError
 from jaxoverlap.passes.analysis.flatten import flatten
-from jaxoverlap.passes.analysis.mesh import explicit_axes, find_mesh
+from jaxoverlap.passes.analysis.mesh import MutableError, explicit_axes, find_mesh
 from jaxoverlap.passes.analysis.partitioned import SpmdProgram, partitioned
 from jaxoverlap.passes.edited import EditedStep
 from jaxoverlap.passes.estimation.estimate import Estimate, estimate
@@ -146,12 +146,19 @@ def prepare(call: jits.Call, options: Options) -> StepContext:
 
     Raises:
         NoMeshError: if the step has no mesh.
+        MutableError: if it takes mutable arrays.
         ValueError: if it has two, or one that does not fit the cluster; if the plan was made for
             something else.
         DisagreementError: if the cluster is not named, and a process of the mesh does not say on
             which host it runs.
     """
     params, mesh = call.params, mesh_of(call)
+    if compat.takes_mutable(params["jaxpr"]):
+        raise MutableError(
+            f"{call.name} reads or writes mutable arrays (jax.Ref) from outside; give it arrays, "
+            "and return what changes",
+            (mesh,),
+        )
     jaxpr = flatten(params["jaxpr"], take_over=options.operations == "take over")
     if options.cluster is None and options.prices is None:
         cluster_of(mesh, options.agree_within_s)  # waits for the processes, once

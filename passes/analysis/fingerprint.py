@@ -37,7 +37,9 @@ def _says_nothing(value: Any) -> bool:
 
     It appears where the arguments are arrays of the mesh, and not where they come from elsewhere.
     """
-    if not isinstance(value, NamedSharding) or any(value.spec):
+    if not isinstance(value, NamedSharding) or value.spec.unreduced or value.spec.reduced:
+        return False
+    if any(compat.partitions(value.spec)):
         return False
     return AxisType.Explicit not in value.mesh.axis_types
 

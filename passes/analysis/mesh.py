@@ -29,6 +29,10 @@ class NoMeshError(MeshError):
     """None of the step's shardings names a mesh."""
 
 
+class MutableError(MeshError):
+    """The step takes, or closes over, mutable arrays: no edit may move their reads and writes."""
+
+
 def find_mesh(name: str, arguments: Iterable[Any], parameters: Iterable[Any], jaxpr: Any) -> Mesh:
     """Find the mesh of a step.
 

@@ -104,8 +104,9 @@ def partitioned(
     Raises:
         RewriteError: if XLA does not partition the step.
     """
-    computes = bool(jaxpr.outvars or jaxpr.effects)  # if not, XLA removes all before Shardy runs
-    if not ask or not computes:
+    live = compat.live(jaxpr)
+    # What depends on nothing XLA removes, or folds to a constant, before Shardy runs.
+    if not ask or not (live.invars or live.constvars or live.effects):
         spmd_program = _partition(traced, jaxpr, mesh, options=options)
         return SpmdProgram({}, spmd_program.results, spmd_program.text, mesh.size)
     asked: dict[Any, _Asked] = {}

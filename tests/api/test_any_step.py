@@ -154,3 +154,33 @@ class TestPods:
         mapped = jax.jit(jax.vmap(trained(loss), spmd_axis_name="replica"))
         plan = jaxoverlap.overlap(mapped, halves=2).explain(params, at((2, 8, 8, D), "data"))
         assert plan.cut and plan.cut.rows == "dim 1 of argument 2"
+
+
+@pytest.mark.parametrize("explicit", [False, True], ids=["automatic", "explicit"])
+@pytest.mark.parametrize("closes_over", [False, True], ids=["argument", "closed over"])
+def test_a_step_with_a_mutable_array_runs_as_it_is(explicit, closes_over):
+    kind = AxisType.Explicit if explicit else AxisType.Auto
+    mesh = jax.make_mesh((2, 4), ("data", "model"), axis_types=(kind, kind))
+
+    def put(x, *spec):
+        return jax.device_put(x, NamedSharding(mesh, P(*spec)))
+
+    x, w = put(jnp.ones((8, D)), "data"), put(jnp.ones((D, F)), None, "model")
+
+    def told(overlapped: bool):
+        count = jax.new_ref(put(jnp.zeros(())))
+
+        def step(count, w, x):
+            y = jnp.tanh(x @ w)
+            count[...] += y.mean()
+            return y
+
+        fn = jax.jit((lambda w, x: step(count, w, x)) if closes_over else step)
+        fn = jaxoverlap.overlap(fn) if overlapped else fn
+        results = [fn(*(() if closes_over else (count,)), w, x) for _ in range(2)]
+        return [*map(np.asarray, results), float(count[...])]
+
+    want = told(False)
+    with pytest.warns(UserWarning, match="reads or writes mutable arrays"):
+        got = told(True)
+    assert all(map(np.array_equal, got, want))

@@ -293,3 +293,26 @@ def test_an_explicit_mesh_gains_what_an_automatic_one_does():
     assert explicit.step_s <= 1.03 * auto.step_s
     assert explicit.plain_s == pytest.approx(auto.plain_s, rel=0.03)
     assert auto.step_s < 0.97 * auto.plain_s
+
+
+def accumulated_in_parts(weights, x):
+    """Sum gradients of two microbatches as partial sums over data, and reduce them once."""
+    own = reshard(weights, P(None, "model", reduced={"data"}))
+    grads = [jax.grad(lambda w, n=n: jnp.sum(jnp.tanh(n * x @ w) ** 2))(own) for n in (1.0, 2.0)]
+    return reshard(grads[0] + grads[1], P(None, "model")), grads[0]
+
+
+@pytest.mark.parametrize("options", [{}, {"halves": 2}, {"granularity": "two_way"}], ids=str)
+@pytest.mark.filterwarnings("ignore:overlap.. rewrites nothing")
+def test_partial_sums_that_types_state_stay(mesh, options):
+    rng = np.random.default_rng(0)
+    up = jax.device_put(rng.standard_normal((D, F)).astype(np.float32), P(None, "model"))
+    x = jax.device_put(rng.standard_normal((B, S, D)).astype(np.float32), P("data"))
+    step = jax.jit(accumulated_in_parts)
+    want, got = step(up, x), jaxoverlap.overlap(step, **options)(up, x)
+    assert "U:data" in str(jax.typeof(want[1]))
+    assert jax.tree.map(jax.typeof, got) == jax.tree.map(jax.typeof, want)
+    np.testing.assert_allclose(got[0], want[0], rtol=1e-4, atol=1e-4)
+    again = jax.jit(lambda w, x: reshard(jnp.tanh(x @ w), P("data", None, "model")))
+    own = jax.jit(lambda w: reshard(w, P(None, "model", reduced={"data"})))(up)
+    np.testing.assert_allclose(jaxoverlap.overlap(again, **options)(own, x), again(own, x), 1e-5)

@@ -316,6 +316,17 @@ def test_a_step_without_results():
     assert differs({"data": 2, "model": 2}, without_results) == []
 
 
+def constants(mesh):
+    """Build a step whose results depend on no argument: XLA folds them, matmuls too."""
+    x = Leaf(normal(0, 16, 16), P("data"))
+    ones = lambda: jnp.ones((4, 4)) @ jnp.ones((4, 4))  # noqa: E731
+    return Program(lambda x: (3, jnp.zeros(()), ones()), [], lambda n: [x], ())
+
+
+def test_a_step_of_constants():
+    assert differs({"data": 2, "model": 2}, constants) == []
+
+
 def accumulated(mesh):
     """Build a step of two microbatches, each over half of the batch's axis."""
 

@@ -167,3 +167,30 @@ class TestCompiled:
         )
         with pytest.raises(ValueError, match=r"simulate\(\) knows no cluster: name the GPUs"):
             exposed.simulate()
+
+
+@pytest.mark.pods
+@for_pods[1]
+def test_collectives_inside_xlas_own_kernels_are_seen():
+    """By XLA's defaults a small sum is a fusion, which `compiler_options()` switches off."""
+    mesh = jaxoverlap.pod_mesh("h100-sxm:1x8", {"x": 8})
+
+    def array(shape, *spec):
+        return jax.ShapeDtypeStruct(shape, jnp.bfloat16, sharding=NamedSharding(mesh, P(*spec)))
+
+    def layers(x, weights):
+        for up, down in weights:
+            x += jax.lax.with_sharding_constraint(jnp.tanh(x @ up) @ down, NamedSharding(mesh, P()))
+        return x
+
+    weights = [(array((1024, 8192), None, "x"), array((8192, 1024), "x"))] * 2
+    step = jax.jit(layers).lower(array((512, 1024)), weights)
+    options = pods.compiler_options()
+    whole = step.compile(options)
+    fused = step.compile({n: v for n, v in options.items() if "collective_kernels" not in n})
+    assert "__triton_collective" in fused.as_text()
+    for text in (fused, whole):
+        assert jaxoverlap.audit(text).total.count == 2
+    one, other = (jaxoverlap.simulate(step, "h100-sxm:1x8") for step in (fused, whole))
+    assert one.link_s == pytest.approx(other.link_s)
+    assert one.compute_s == pytest.approx(other.compute_s)
