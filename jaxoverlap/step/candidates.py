@@ -288,6 +288,7 @@ class _Candidates:
         rings_s = min((c.seconds for c in candidates if c.decisions), default=math.inf)
         why = f"estimated step time {base_s * 1e3:.4g} ms without rings"
         why += f", {rings_s * 1e3:.4g} with" if rings_s < math.inf else ""
+        why += f": it gains less than {GAIN:.0%}" if rings_s < base_s else ""
         return replace(self._without_rings(candidates[0], why), step_s=base_s)
 
     def soonest_s(self) -> float:
