@@ -17,6 +17,7 @@ from typing import Annotated
 import typer
 
 from benchmarks import cudnn_numbers, explicit, frame, one_gpu, questions, ragged
+from benchmarks.drawn import rows as drawn
 from benchmarks.drawn.rows import compared
 from benchmarks.frame import in_ms, markdown, read_rows
 from benchmarks.pods import rows as pods
@@ -155,6 +156,12 @@ def _on(rows: Sequence[pods.Row]) -> str:
     return f"Measured on one {devices}, {platforms}, jax {versions}."
 
 
+def _drawn() -> str:
+    rows = read_rows(RESULTS / "drawn.jsonl")
+    table = markdown(drawn.GAINS, list(drawn.gains(compared(rows))), drawn.GAINS[1:])
+    return f"{table}\n\n{measured_at(rows)}"
+
+
 def _third_party() -> str:
     rows = read_rows(RESULTS / "strangers_pods.jsonl")
     cells = [(step.name, *strangers.cells(step)) for step in compared(rows)]
@@ -171,6 +178,7 @@ TABLES: Mapping[str, Callable[[], str]] = {
     "explicit": _explicit,
     "one gpu": _one_gpu,
     "cudnn numbers": _cudnn_numbers,
+    "drawn": _drawn,
     "third party": _third_party,
 }
 

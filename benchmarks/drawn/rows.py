@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import statistics
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -126,6 +128,23 @@ def table(steps: Sequence[Compared]) -> Table:
         mesh = " x ".join(f"{axis} {size}" for axis, size in row["mesh"].items())
         grid.add_row(step.name, row["pod"], mesh, *_cells(step))
     return grid
+
+
+GAINS = ("taken", "steps", "slower", "least", "median", "most")
+
+
+def gains(steps: Sequence[Compared]) -> Iterator[tuple[str, ...]]:
+    """Yield under GAINS, for all steps and by what was taken, how many times as fast as plain."""
+    times: dict[str, list[float]] = defaultdict(list)
+    for step in steps:
+        if ratio := step.ratio(FALLBACK):
+            for taken in ("all", step.known[FALLBACK]["taken"]):
+                times[taken].append(1 / ratio)
+    for taken, gained in times.items():
+        slower = sum(1 / one > 1 + SAME for one in gained)
+        least, most = min(gained), max(gained)
+        figures = (f"{one:.2f}" for one in (least, statistics.median(gained), most))
+        yield taken, str(len(gained)), str(slower), *figures
 
 
 def _cells(step: Compared) -> tuple[str, ...]:
