@@ -9,7 +9,7 @@ from jaxoverlap.cost.adjusted_tables import cluster_here, with_memory_of, with_s
 from jaxoverlap.cost.facts import MATMUL_SHARE, tables_from_facts
 from jaxoverlap.cost.model import CostModel
 from jaxoverlap.cost.tables import ChipTables
-from jaxoverlap.hardware.cluster import Chip, Cluster, chips, parse_cluster
+from jaxoverlap.hardware.cluster import Chip, Cluster, chips, cluster_from
 
 
 def cost_model(
@@ -46,7 +46,7 @@ def cost_model(
                 "no cluster: give one, or a table that was measured by --here or corrected by "
                 "--from-profile"
             )
-    cluster = parse_cluster(cluster) if isinstance(cluster, str) else cluster
+    cluster = cluster_from(cluster)
     if matmul_share is not None:
         return CostModel(cluster, tables_from_facts(cluster.chip, matmul_share))
     if tables is None:
