@@ -85,7 +85,7 @@ def check_sites(known: Collection[int], edits: Iterable[tuple[int, Edit]]) -> No
 
 def check_axes(mesh: Mesh, edits: Iterable[Edit]) -> None:
     """Refuse an edit with a sharding that names no axis of the mesh, or one axis twice."""
-    for edit, spec in [(edit, spec) for edit in edits for spec in specs_of(edit)]:
+    for edit, spec in ((one, spec) for one in edits for spec in specs_of(one)):
         axes = [axis for on_dim in spec for axis in on_dim]
         for axis in axes:
             if axis not in mesh.shape:

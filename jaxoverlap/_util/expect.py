@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import numbers
 import reprlib
+from typing import Any
 
 _SHORT = reprlib.Repr(maxstring=80, maxother=80)
 
@@ -25,24 +26,25 @@ def expect(holds: bool, name: str, value: object, expected: str) -> None:
         raise ValueError(f"{name}={_SHORT.repr(value)}: expected {expected}")
 
 
-def is_number(value: object) -> bool:
+def is_number(value: Any) -> bool:
     """Return whether a value is a real number: neither a truth value nor NaN."""
-    real = isinstance(value, numbers.Real) and not isinstance(value, bool)
-    return real and not math.isnan(value)
+    if isinstance(value, bool) or not isinstance(value, numbers.Real):
+        return False
+    return not math.isnan(float(value))
 
 
-def is_whole(value: object, least: int = 0) -> bool:
-    """Return whether a value is a whole number of at least `least`; a truth value is none."""
+def is_integer(value: object, least: int = 0) -> bool:
+    """Return whether a value is an integer, not a truth value, of at least `least`."""
     return type(value) is int and value >= least
 
 
-def expect_seconds(name: str, value: object) -> None:
+def expect_seconds(name: str, value: Any) -> None:
     """Refuse what is no number of seconds above zero.
 
     Raises:
         ValueError: if it is none.
     """
-    expect(is_number(value) and value > 0, name, value, "seconds, more than zero")  # pyright: ignore[reportOperatorIssue]
+    expect(is_number(value) and value > 0, name, value, "seconds, more than zero")
 
 
 def expect_one_of(name: str, value: object, *choices: str | None) -> None:

@@ -8,7 +8,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any, overload
 
 from jaxoverlap._jax.jit_wrappers import arguments_reach
-from jaxoverlap._util.expect import expect, expect_flag, expect_one_of, expect_seconds, is_whole
+from jaxoverlap._util.expect import expect, expect_flag, expect_one_of, expect_seconds, is_integer
 from jaxoverlap.api.overlapped import Overlapped
 from jaxoverlap.cost.find import cost_model
 from jaxoverlap.hardware.cluster import Cluster, cluster_from
@@ -159,7 +159,7 @@ def overlap(
     named = None if cluster is None else cluster_from(cluster)
     expect_one_of("fsdp", fsdp, "prefetch", "ring", None)
     expect_one_of("layouts", layouts, "repair", "complete", None)
-    if not is_whole(halves, 2):
+    if not is_integer(halves, 2):
         expect(
             isinstance(halves, str | None) and halves in ("auto", None),
             "halves",

@@ -25,7 +25,7 @@ from jax.experimental import topologies
 from jax.sharding import AxisType, Mesh
 
 from jaxoverlap._jax import fused_attention, grouped_matmuls, jits
-from jaxoverlap._util.expect import expect, is_whole
+from jaxoverlap._util.expect import expect, is_integer
 from jaxoverlap.hardware.cluster import Chip, Cluster, chips, cluster_from, parse_cluster
 
 # The plugins that bring XLA's GPU compiler, newest first: module, and the package it comes in.
@@ -233,7 +233,7 @@ def _check_axes(pod: Cluster, axes: Mapping[str, int]) -> None:
     for name, size in axes.items():
         named = isinstance(name, str) and name != ""
         expect(named, "axes", axes, "strings as names, for instance {'tp': 8}")
-        if not is_whole(size, 1):
+        if not is_integer(size, 1):
             raise ValueError(f"axis {name!r} has size {size!r}: give a positive whole number")
     product = math.prod(axes.values())
     if product != pod.num_devices:

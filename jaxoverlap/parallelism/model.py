@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
-from jaxoverlap._util.expect import expect, is_whole
+from jaxoverlap._util.expect import expect, is_integer
 
 ELEMENT = 2  # bytes of an activation, and of a gathered weight
 
@@ -64,7 +64,7 @@ class Transformer:
             value = getattr(self, name)
             if value is None and name in ("mlp", "kv_heads", "head_dim"):
                 continue
-            expect(is_whole(value, at_least), name, value, f"a whole number, {at_least} or more")
+            expect(is_integer(value, at_least), name, value, f"a whole number, {at_least} or more")
         for name in ("gated", "biases", "tied"):
             if type(getattr(self, name)) is not bool:
                 raise ValueError(f"{name}={getattr(self, name)!r}: expected true or false")

@@ -18,7 +18,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from jaxoverlap._jax import xla_schedule
-from jaxoverlap._util.expect import expect, is_number, is_whole
+from jaxoverlap._util.expect import expect, is_integer, is_number
 from jaxoverlap._util.source_hash import source_hash
 from jaxoverlap._util.text import human_bytes, table
 from jaxoverlap.cost.model import CostModel
@@ -54,11 +54,11 @@ class Scheduler:
         slack = self.slack
         expect(is_number(slack) and slack >= 0, "slack", slack, "a fraction of zero or more")
         expect(
-            is_whole(self.in_flight, 1), "in_flight", self.in_flight, "a whole number, 1 or more"
+            is_integer(self.in_flight, 1), "in_flight", self.in_flight, "a whole number, 1 or more"
         )
         for name in ("extra_bytes", "ahead_bytes"):
             value = getattr(self, name)
-            expect(is_whole(value), name, value, "a whole number of bytes, zero or more")
+            expect(is_integer(value), name, value, "a whole number of bytes, zero or more")
 
 
 @dataclass(frozen=True)
