@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from typing import TypeGuard
 
 from jaxoverlap.cost import tables as measured
 from jaxoverlap.cost.adjusted_tables import cluster_here, with_memory_of, with_steps_matmuls
@@ -75,3 +76,8 @@ def cost_or_data_sheet(cluster: Cluster) -> CostModel:
 def has_packaged_tables(cluster: Cluster) -> bool:
     """Return whether the package has tables of a cluster's chip."""
     return measured.packaged(cluster.chip.name) is not None
+
+
+def is_cost_model(value: object) -> TypeGuard[CostModel]:
+    """Return whether a value gives the seconds of a cluster's work, as a `CostModel` does."""
+    return isinstance(getattr(value, "cluster", None), Cluster)

@@ -13,6 +13,7 @@ from __future__ import annotations
 import difflib
 import re
 from dataclasses import dataclass
+from typing import Any
 
 from jaxoverlap._util.expect import expect
 from jaxoverlap.hardware.chips import CHIPS, KNOWN, Chip, Link
@@ -191,7 +192,7 @@ def parse_cluster(text: str) -> Cluster:
     return Cluster(chip, int(form["hosts"]), gpus, chip.nvlink, network, processes)
 
 
-def cluster_from(cluster: str | Cluster) -> Cluster:
+def cluster_from(cluster: Any) -> Cluster:
     """Return the cluster that a caller names by its string, or gives.
 
     Raises:

@@ -9,7 +9,7 @@ from typing import Any, overload
 
 from jaxoverlap._util.expect import expect, expect_flag, is_integer
 from jaxoverlap._util.text import human_bytes, table
-from jaxoverlap.cost.find import cost_or_data_sheet
+from jaxoverlap.cost.find import cost_or_data_sheet, is_cost_model
 from jaxoverlap.cost.model import CostModel
 from jaxoverlap.hardware.cluster import Cluster, cluster_from
 from jaxoverlap.parallelism.configuration import plain
@@ -197,8 +197,8 @@ def configure(
     by_axis = isinstance(axes, Mapping | None)
     expect(by_axis, "axes", axes, "the sizes allowed by axis, as in {'model': [1, 2]}")
     expect_flag("overlap", overlap)
-    is_cost = isinstance(cost, CostModel | None)
-    expect(is_cost, "cost", cost, "what jaxoverlap.cost.find.cost_model gives")
+    priced = cost is None or is_cost_model(cost)
+    expect(priced, "cost", cost, "what jaxoverlap.cost.find.cost_model gives")
     if isinstance(model, str):
         model = named_model(model, sequence=sequence)
     elif sequence is not None:

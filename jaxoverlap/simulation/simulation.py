@@ -9,7 +9,7 @@ import jax
 
 from jaxoverlap._util.expect import expect_step_or_text
 from jaxoverlap._util.text import human_bytes, table
-from jaxoverlap.cost.find import cost_model
+from jaxoverlap.cost.find import cost_model, is_cost_model
 from jaxoverlap.cost.model import CostModel
 from jaxoverlap.hardware.cluster import Cluster, cluster_from
 from jaxoverlap.hardware.pods import mesh_of_compiled
@@ -135,7 +135,7 @@ def simulate(
             or has another number of devices.
     """
     expect_step_or_text("compiled", compiled)
-    cost = cluster if isinstance(cluster, CostModel) else cost_model(cluster_from(cluster))
+    cost = cluster if is_cost_model(cluster) else cost_model(cluster_from(cluster))
     check_is_pods(mesh_of_compiled(compiled), cost.cluster)
     text = compiled if isinstance(compiled, str) else compiled.as_text() or ""
     module = scheduled_module(text, multi_streaming=multi_streaming)
