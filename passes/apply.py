@@ -17,7 +17,7 @@ import itertools
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
-from jaxoverlap.passes.edited import EditedStep, misfit
+from jaxoverlap.passes.edited import EditedStep, check_axes, misfit
 from jaxoverlap.plan.edits import ORDER, Edit
 
 
@@ -35,6 +35,7 @@ def apply(step: EditedStep, edits: Iterable[Edit]) -> EditedStep:
     """
     edits = list(edits)
     _check_order([*step.edits, *edits])
+    check_axes(step.mesh, edits)
     for name, group in itertools.groupby(edits, key=lambda edit: edit.applied_by):
         some, module = tuple(group), importlib.import_module(f"jaxoverlap.passes.{name}")
         step = replace(module.run(step, some), edits=(*step.edits, *some), before=step)

@@ -12,7 +12,7 @@ from jaxoverlap._jax import explicit
 from jaxoverlap.passes.analysis.einsum import Spec
 from jaxoverlap.passes.analysis.errors import UserError
 from jaxoverlap.passes.analysis.jaxprs import Dot, dots
-from jaxoverlap.plan.edits import AFTER_NUMBERING, Edit
+from jaxoverlap.plan.edits import AFTER_NUMBERING, Edit, specs_of
 
 
 @dataclass(frozen=True)
@@ -81,6 +81,24 @@ def check_sites(known: Collection[int], edits: Iterable[tuple[int, Edit]]) -> No
     for site, edit in edits:
         if site not in known:
             raise misfit(edit, f"the step has {len(known)} matmuls, counted from 0, and no {site}")
+
+
+def check_axes(mesh: Mesh, edits: Iterable[Edit]) -> None:
+    """Refuse an edit with a sharding that names no axis of the mesh, or one axis twice."""
+    for edit, spec in ((one, spec) for one in edits for spec in specs_of(one)):
+        axes = [axis for on_dim in spec for axis in on_dim]
+        for axis in axes:
+            if axis not in mesh.shape:
+                raise misfit(edit, f"{axis!r} is no axis of the mesh {dict(mesh.shape)}")
+            if axes.count(axis) > 1:
+                raise misfit(edit, f"{axis!r} is in one sharding {axes.count(axis)} times")
+
+
+def check_rank(edit: Edit, spec: Spec, var: Any) -> None:
+    """Refuse an edit whose sharding of a value has fewer dims than the value, or more."""
+    if len(spec) != var.aval.ndim:
+        shape = tuple(var.aval.shape)
+        raise misfit(edit, f"the sharding has {len(spec)} dims, and the value's shape is {shape}")
 
 
 def misfit(edit: Edit, why: str) -> UserError:

@@ -8,9 +8,10 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any, overload
 
 from jaxoverlap._jax.jit_wrappers import arguments_reach
+from jaxoverlap._util.expect import expect, expect_flag, expect_one_of, expect_seconds, is_integer
 from jaxoverlap.api.overlapped import Overlapped
 from jaxoverlap.cost.find import cost_model
-from jaxoverlap.hardware.cluster import Cluster, parse_cluster
+from jaxoverlap.hardware.cluster import Cluster, cluster_from
 from jaxoverlap.passes.scheduling.scheduler import Scheduler
 from jaxoverlap.plan.plan import FSDP, Plan, Variant
 from jaxoverlap.step.options import HalvesMode, LayoutMode, OnError, Operations, Options, StreamMode
@@ -154,36 +155,29 @@ def overlap(
     lines = tuple(skip) if isinstance(skip, Iterable) and not isinstance(skip, str) else None
     if lines is None or not all(isinstance(line, str) for line in lines):
         raise ValueError(f"skip={skip!r}: expected source lines or modules, as in skip=('a.py:8',)")
-    if on_error not in ("raise", "plain"):
-        raise ValueError(f"on_error={on_error!r}: expected 'raise' or 'plain'")
-    if not isinstance(cluster, str | Cluster | None):
-        raise ValueError(
-            f"cluster={cluster!r}: expected a string like 'h100-sxm:8x8', or a Cluster"
+    expect_one_of("on_error", on_error, "raise", "plain")
+    named = None if cluster is None else cluster_from(cluster)
+    expect_one_of("fsdp", fsdp, "prefetch", "ring", None)
+    expect_one_of("layouts", layouts, "repair", "complete", None)
+    if not is_integer(halves, 2):
+        expect(
+            isinstance(halves, str | None) and halves in ("auto", None),
+            "halves",
+            halves,
+            "'auto', None, or a number of parts, two or more",
         )
-    if fsdp not in ("prefetch", "ring", None):
-        raise ValueError(f"fsdp={fsdp!r}: expected 'prefetch' or 'ring'")
-    if layouts not in ("repair", "complete", None):
-        raise ValueError(f"layouts={layouts!r}: expected 'repair', 'complete' or None")
-    if halves not in ("auto", None) and not (type(halves) is int and halves > 1):
-        raise ValueError(
-            f"halves={halves!r}: expected 'auto', None, or a number of parts, two or more"
-        )
-    if streams not in ("auto", "one"):
-        raise ValueError(f"streams={streams!r}: expected 'auto' or 'one'")
-    if not isinstance(schedule, Scheduler | None):
-        raise ValueError(f"schedule={schedule!r}: expected a jaxoverlap.Scheduler, or None")
-    if not isinstance(tune, bool | Tuning):
-        raise ValueError(f"tune={tune!r}: expected True, False or a jaxoverlap.Tuning")
-    if operations not in ("take over", "leave"):
-        raise ValueError(f"operations={operations!r}: expected 'take over' or 'leave'")
-    if not agree_within_s > 0:
-        raise ValueError(f"agree_within_s={agree_within_s!r}: expected seconds, more than zero")
-    if not isinstance(never_slower, bool):
-        raise ValueError(f"never_slower={never_slower!r}: expected True or False")
+    expect_one_of("streams", streams, "auto", "one")
+    is_schedule = isinstance(schedule, Scheduler | None)
+    expect(is_schedule, "schedule", schedule, "a jaxoverlap.Scheduler, or None")
+    expect(isinstance(tune, bool | Tuning), "tune", tune, "True, False or a jaxoverlap.Tuning")
+    expect_one_of("operations", operations, "take over", "leave")
+    expect_seconds("agree_within_s", agree_within_s)
+    expect_flag("never_slower", never_slower)
+    is_path = isinstance(prices, str | os.PathLike | None)
+    expect(is_path, "prices", prices, "the path of a file that jaxoverlap.calibrate wrote")
     if prices is not None and (cluster is not None or plan is not None):
         raise ValueError("prices= with cluster= or plan=: give prices= alone, it replaces both")
     tuning = Tuning() if tune is True else tune or None
-    named = parse_cluster(cluster) if isinstance(cluster, str) else cluster
     if plan is not None:
         if tuning:
             raise ValueError(_said_twice(["tune"]))
@@ -254,7 +248,13 @@ def tune(
             cluster (and measure is False), or the step does not compile.
         RewriteError: if the rewrite fails.
     """
-    folder = None if cache is None else os.fspath(cache)
+    listed = isinstance(args, Sequence) and not isinstance(args, str)
+    expect(
+        listed, "args", args, "the step's positional arguments, as in tune(step, (state, batch))"
+    )
+    named = isinstance(kwargs, Mapping | None)
+    expect(named, "kwargs", kwargs, "the step's keyword arguments, as in {'train': True}")
+    folder = os.fspath(cache) if isinstance(cache, os.PathLike) else cache
     tuning = Tuning(budget_s=budget_s, measure=measure, cache=folder, show=show)
     step = overlap(fn, cluster=cluster)
     return arguments_reach(
@@ -273,12 +273,15 @@ def _read(plan: Any) -> Plan:
     """Return a plan, or read it from its file."""
     if not isinstance(plan, str | os.PathLike | Plan):
         raise ValueError(f"plan={plan!r}: expected a jaxoverlap.Plan, or the path of its file")
-    return plan if isinstance(plan, Plan) else Plan.read(plan)
+    return plan.checked() if isinstance(plan, Plan) else Plan.read(plan)
 
 
 def _variants(granularity: Any) -> Any:
     """Parse the names of variants, also in a mapping by source line."""
     if isinstance(granularity, Mapping):
+        for line, variant in granularity.items():
+            fits = isinstance(line, str) and not isinstance(variant, Mapping)
+            expect(fits, "granularity", granularity, "source lines or modules, each with a variant")
         return {line: _variants(variant) for line, variant in granularity.items()}
     if not isinstance(granularity, str | Variant | None):
         raise ValueError(

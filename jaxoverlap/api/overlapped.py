@@ -32,6 +32,7 @@ from jaxoverlap.step.program import (
     lowered_as,
     lowered_plain,
     pass_result,
+    refuse_on_pod,
     refused,
     step_program,
     tell,
@@ -45,6 +46,7 @@ _CHECKIFY = (
     "checkify puts its checks into the step as it was traced, and cannot put them into rings. "
     "Overlap the function that is around checkify.checkify"
 )
+_NOT_PLAIN = ("lower", "jitted_fn", "as_text")  # a plain function has no such attribute
 _MAX_SEEN = 128  # signatures that a step remembers; a run has a few
 _BESIDE_BUDGET_S = 3600.0  # that a tuning may take beside its budget: two candidates have none
 
@@ -61,7 +63,7 @@ class Overlapped:
         if isinstance(fn, Overlapped):
             fn = fn._fn  # overlapped twice is overlapped once, with the outer options
         wrapped_jit = find_jit(fn)
-        if wrapped_jit is None and (hasattr(fn, "lower") or hasattr(fn, "jitted_fn")):
+        if wrapped_jit is None and any(hasattr(fn, name) for name in _NOT_PLAIN):
             raise ValueError(
                 f"overlap() was given {type(fn).__module__}.{type(fn).__qualname__}: expected a "
                 "function from jax.jit or nnx.jit, a functools.partial of one, or a plain "
@@ -156,7 +158,7 @@ class Overlapped:
         if not outermost and jits.in_checkify():
             self._tell("checkify", f"{call.name} runs without overlap: {_CHECKIFY}")
             return self._jitted(*args, **kwargs)
-        program = (self._decided if outermost else self._agreed)(call)
+        program = self._decided(call, runs=True) if outermost else self._agreed(call)
         if program.params is program.source:  # the step as it is: jit's own errors are its best
             return self._jitted(*args, **kwargs)
         if not outermost:
@@ -256,9 +258,14 @@ class Overlapped:
             self._told.add(topic)
             warn(text)
 
-    def _agreed(self, call: jits.Call) -> StepProgram:
-        """Return the rewritten step once all processes are about to compile the same."""
+    def _agreed(self, call: jits.Call, *, runs: bool = False) -> StepProgram:
+        """Return the rewritten step once all processes are about to compile the same.
+
+        One that `runs` is refused on GPUs that are not there.
+        """
         program = self._seen.get(_key(call))
+        if runs and (program is None or program.on_pod):
+            refuse_on_pod(call)
         if program is not None and program.agreement is None:
             return program
         with self._lock:
@@ -272,12 +279,12 @@ class Overlapped:
                 self._seen.put(_key(call), program, at_most=_MAX_SEEN)
         return program
 
-    def _decided(self, call: jits.Call) -> StepProgram:
+    def _decided(self, call: jits.Call, *, runs: bool = False) -> StepProgram:
         """Return the agreed step with rings or without, whichever is faster on the GPUs here.
 
         For a pod both are compiled when it is compiled: see `Lowered.compile`.
         """
-        program = self._agreed(call)
+        program = self._agreed(call, runs=runs)
         if not program.undecided or any(map(jits.is_tracer, call.flat)) or is_pod(mesh_of(call)):
             return program
         with self._lock:

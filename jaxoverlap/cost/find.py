@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import os
+from typing import TypeGuard
 
 from jaxoverlap.cost import tables as measured
 from jaxoverlap.cost.adjusted_tables import cluster_here, with_memory_of, with_steps_matmuls
 from jaxoverlap.cost.facts import MATMUL_SHARE, tables_from_facts
 from jaxoverlap.cost.model import CostModel
 from jaxoverlap.cost.tables import ChipTables
-from jaxoverlap.hardware.cluster import Chip, Cluster, chips, parse_cluster
+from jaxoverlap.hardware.cluster import Chip, Cluster, chips, cluster_from
 
 
 def cost_model(
@@ -46,7 +47,7 @@ def cost_model(
                 "no cluster: give one, or a table that was measured by --here or corrected by "
                 "--from-profile"
             )
-    cluster = parse_cluster(cluster) if isinstance(cluster, str) else cluster
+    cluster = cluster_from(cluster)
     if matmul_share is not None:
         return CostModel(cluster, tables_from_facts(cluster.chip, matmul_share))
     if tables is None:
@@ -75,3 +76,8 @@ def cost_or_data_sheet(cluster: Cluster) -> CostModel:
 def has_packaged_tables(cluster: Cluster) -> bool:
     """Return whether the package has tables of a cluster's chip."""
     return measured.packaged(cluster.chip.name) is not None
+
+
+def is_cost_model(value: object) -> TypeGuard[CostModel]:
+    """Return whether a value gives the seconds of a cluster's work, as a `CostModel` does."""
+    return isinstance(getattr(value, "cluster", None), Cluster)

@@ -13,7 +13,9 @@ from __future__ import annotations
 import difflib
 import re
 from dataclasses import dataclass
+from typing import Any
 
+from jaxoverlap._util.expect import expect
 from jaxoverlap.hardware.chips import CHIPS, KNOWN, Chip, Link
 
 
@@ -157,6 +159,7 @@ def parse_cluster(text: str) -> Cluster:
         ValueError: The string has another form, the chip or the network is unknown, a count or the
             network's rate is not positive, or the processes cannot share a host's GPUs evenly.
     """
+    expect(isinstance(text, str), "cluster", text, "a string like 'h100-sxm:8x8'")
     form = _FORM.fullmatch(text)
     if form is None:
         raise ValueError(
@@ -187,3 +190,14 @@ def parse_cluster(text: str) -> Cluster:
         latency_s = float(latency_us) / 1e6 if latency_us else network.latency_s
         network = host_network(gbit_per_s, gpus, latency_s)
     return Cluster(chip, int(form["hosts"]), gpus, chip.nvlink, network, processes)
+
+
+def cluster_from(cluster: Any) -> Cluster:
+    """Return the cluster that a caller names by its string, or gives.
+
+    Raises:
+        ValueError: if it is neither, or as `parse_cluster`.
+    """
+    what = "a string like 'h100-sxm:8x8', or a Cluster"
+    expect(isinstance(cluster, str | Cluster), "cluster", cluster, what)
+    return parse_cluster(cluster) if isinstance(cluster, str) else cluster

@@ -25,7 +25,8 @@ from jax.experimental import topologies
 from jax.sharding import AxisType, Mesh
 
 from jaxoverlap._jax import fused_attention, grouped_matmuls, jits
-from jaxoverlap.hardware.cluster import Chip, Cluster, chips, parse_cluster
+from jaxoverlap._util.expect import expect, is_integer
+from jaxoverlap.hardware.cluster import Chip, Cluster, chips, cluster_from, parse_cluster
 
 # The plugins that bring XLA's GPU compiler, newest first: module, and the package it comes in.
 _PLUGINS = {
@@ -103,7 +104,7 @@ def pod_mesh(cluster: str | Cluster, axes: Mapping[str, int]) -> Mesh:
         ValueError: The cluster does not parse, the axes do not fit it, or it has but one GPU.
         PodsUnavailableError: XLA's GPU compiler is not installed, or not in jaxlib's version.
     """
-    pod = parse_cluster(cluster) if isinstance(cluster, str) else cluster
+    pod = cluster_from(cluster)
     _check_axes(pod, axes)
     if pod.chip.compute_capability == (0, 0):
         raise ValueError(
@@ -141,17 +142,43 @@ def pod_of(mesh: Mesh) -> Cluster | None:
     return _described.get(mesh.devices.flat[0].client)
 
 
-def capability_of(values: Iterable[Any]) -> tuple[int, int] | None:
-    """The compute capability of the pod that one of some values or shardings is on; None if none.
+def mesh_among(values: Iterable[Any]) -> Mesh | None:
+    """The mesh of the pod that one of some values or shardings is on; None if none is.
 
     Args:
         values: shardings, or what has one.
     """
     for value in values:
         mesh = getattr(getattr(value, "sharding", value), "mesh", None)
-        if isinstance(mesh, Mesh) and (pod := pod_of(mesh)) is not None:
-            return pod.chip.compute_capability
+        if isinstance(mesh, Mesh) and pod_of(mesh) is not None:
+            return mesh
     return None
+
+
+def mesh_of_compiled(compiled: Any) -> Mesh | None:
+    """The mesh of the pod that a compiled step is for; None for other devices, and for a text."""
+    names = ("input_shardings", "output_shardings")
+    return mesh_among(jax.tree.leaves([getattr(compiled, name, None) for name in names]))
+
+
+def cannot_run(mesh: Mesh) -> ValueError:
+    """Make the error that says that a step was called whose GPUs are not there."""
+    return ValueError(
+        f"the step is on a pod_mesh of {pod_of(mesh)}, whose GPUs are not there: nothing runs on "
+        "it. Use step.lower(...).compile() and its simulate(), or overlap(step).explain(...); to "
+        "run the step, shard its arguments over devices that are here"
+    )
+
+
+def capability_of(values: Iterable[Any]) -> tuple[int, int] | None:
+    """The compute capability of the pod that one of some values or shardings is on; None if none.
+
+    Args:
+        values: shardings, or what has one.
+    """
+    mesh = mesh_among(values)
+    pod = None if mesh is None else pod_of(mesh)
+    return None if pod is None else pod.chip.compute_capability
 
 
 def topology_of(pod: Cluster) -> str:
@@ -200,10 +227,13 @@ _WANTED_OPTIONS = {
 
 
 def _check_axes(pod: Cluster, axes: Mapping[str, int]) -> None:
+    expect(isinstance(axes, Mapping), "axes", axes, "sizes by axis name, for instance {'tp': 8}")
     if not axes:
         raise ValueError(f"no axes for {pod}: give their sizes, for instance {{'tp': 8}}")
     for name, size in axes.items():
-        if isinstance(size, bool) or not isinstance(size, int) or size < 1:
+        named = isinstance(name, str) and name != ""
+        expect(named, "axes", axes, "strings as names, for instance {'tp': 8}")
+        if not is_integer(size, 1):
             raise ValueError(f"axis {name!r} has size {size!r}: give a positive whole number")
     product = math.prod(axes.values())
     if product != pod.num_devices:

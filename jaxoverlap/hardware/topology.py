@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Hashable
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -47,6 +48,31 @@ def cluster_of(mesh: Mesh, within_s: float = WITHIN_S) -> Cluster | None:
         pod.network if pod else chip.network,
         len(processes) // num_hosts,
     )
+
+
+def check_is_pods(mesh: Mesh | None, cluster: Cluster) -> None:
+    """Refuse another chip, or other numbers of hosts and GPUs, than those of a mesh of a pod.
+
+    Links may differ, and so may processes.
+
+    Args:
+        mesh: the mesh; None, or one of devices that are here, is not compared.
+        cluster: what the user says that it is.
+
+    Raises:
+        ValueError: if it is another one.
+    """
+    pod = None if mesh is None else pod_of(mesh)
+    if mesh is None or pod is None:
+        return
+    own = cluster_of(mesh) or replace(cluster, chip=pod.chip)  # None: a part of unequal hosts
+    sizes = ((one.num_hosts, one.gpus_per_host) for one in (own, cluster))
+    if own.chip.device_name != cluster.chip.device_name or len({*sizes}) > 1:
+        raise ValueError(
+            f"cluster {cluster} for a mesh of {own}: XLA compiles for the GPUs of the mesh. Name "
+            f"{own}, which may have another network after an @; or make the mesh by "
+            f"pod_mesh('{cluster}', ...)"
+        )
 
 
 def axis_costs(mesh: Mesh, cluster: Cluster | None) -> dict[str, float]:

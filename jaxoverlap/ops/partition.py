@@ -20,6 +20,7 @@ from jax.sharding import Mesh
 from jaxoverlap._jax.operations import specs
 from jaxoverlap._jax.operations.options import compiler_option
 from jaxoverlap._jax.operations.question import DeviceProgram, Operation, Partition, Wish
+from jaxoverlap._util.expect import expect, expect_one_of
 from jaxoverlap._util.text import short_source
 from jaxoverlap.cost.find import cost_model, has_packaged_tables
 from jaxoverlap.cost.groups import groups_of
@@ -161,8 +162,8 @@ def compiler_options(mesh: Mesh, *, streams: Literal["one", "two"] = "one") -> d
     Raises:
         ValueError: if `streams` is neither.
     """
-    if streams not in ("one", "two"):
-        raise ValueError(f"streams={streams!r}: expected 'one' or 'two'")
+    expect(isinstance(mesh, Mesh), "mesh", mesh, "a jax.sharding.Mesh")
+    expect_one_of("streams", streams, "one", "two")
     cluster = cluster_of(mesh) if streams == "two" else None
     return options_for(
         mesh, nvlink_stream=cluster is not None and why_one_stream(mesh, cluster) == ""

@@ -13,6 +13,7 @@ from jax.interpreters import batching, mlir
 
 from jaxoverlap._jax import compat
 from jaxoverlap._jax.operations import lowering
+from jaxoverlap._util.expect import expect, is_integer
 from jaxoverlap.passes.analysis.sequence_call import SEQUENCE_CALL, SequenceCall
 
 
@@ -44,7 +45,11 @@ def per_sequence[F: Callable[..., Any]](
         ValueError: when it is called: if a leaf has no such dim, if batch sizes differ, or if `fn`
             reads arrays that are not among its arguments.
     """
-    numbers = (argnums,) if isinstance(argnums, int) else tuple(argnums)
+    expect(callable(fn), "fn", fn, "a function of arrays")
+    numbers = tuple(argnums) if isinstance(argnums, Sequence) else (argnums,)
+    what = "the numbers of the arguments that have the batch, as in argnums=(0, 1)"
+    expect(all(type(n) is int for n in numbers), "argnums", argnums, what)
+    expect(is_integer(dim), "dim", dim, "the number of the batch's dim, counted from 0")
 
     @functools.wraps(fn)
     def called(*args: Any) -> Any:

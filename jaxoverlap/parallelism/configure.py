@@ -7,10 +7,11 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any, overload
 
+from jaxoverlap._util.expect import expect, expect_flag, is_integer
 from jaxoverlap._util.text import human_bytes, table
-from jaxoverlap.cost.find import cost_or_data_sheet
+from jaxoverlap.cost.find import cost_or_data_sheet, is_cost_model
 from jaxoverlap.cost.model import CostModel
-from jaxoverlap.hardware.cluster import Cluster, parse_cluster
+from jaxoverlap.hardware.cluster import Cluster, cluster_from
 from jaxoverlap.parallelism.configuration import plain
 from jaxoverlap.parallelism.iteration_time import IterationTime, StepTerms
 from jaxoverlap.parallelism.memory import Memory
@@ -187,10 +188,17 @@ def configure(
         NothingFitsError: if no configuration is legal and fits; it says which term is too large,
             and which cluster would do.
     """
-    cluster = parse_cluster(cluster) if isinstance(cluster, str) else cluster
+    cluster = cluster_from(cluster)
+    named = isinstance(model, str | Transformer)
+    expect(named, "model", model, "a jaxoverlap.Transformer, or the name of a known model")
     for name, value in (("global_batch", global_batch), ("keep", keep)):
-        if type(value) is not int or value < 1:
-            raise ValueError(f"{name}={value!r}: expected a whole number, 1 or more")
+        expect(is_integer(value, 1), name, value, "a whole number, 1 or more")
+    expect(isinstance(stack, Stack), "stack", stack, "a jaxoverlap.parallelism.stack.Stack")
+    by_axis = isinstance(axes, Mapping | None)
+    expect(by_axis, "axes", axes, "the sizes allowed by axis, as in {'model': [1, 2]}")
+    expect_flag("overlap", overlap)
+    priced = cost is None or is_cost_model(cost)
+    expect(priced, "cost", cost, "what jaxoverlap.cost.find.cost_model gives")
     if isinstance(model, str):
         model = named_model(model, sequence=sequence)
     elif sequence is not None:

@@ -8,6 +8,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
+from jaxoverlap._util.expect import expect, is_integer
+
 ELEMENT = 2  # bytes of an activation, and of a gathered weight
 
 
@@ -52,6 +54,9 @@ class Transformer:
     source: str = ""
 
     def __post_init__(self) -> None:
+        for name in ("name", "source"):
+            value = getattr(self, name)
+            expect(isinstance(value, str), name, value, "a string")
         least = dict.fromkeys(("layers", "hidden", "heads", "sequence", "vocab"), 1)
         least |= dict.fromkeys(("mlp", "kv_heads", "head_dim"), 1)
         least |= dict.fromkeys(("experts", "choices", "shared_mlp", "learned_positions"), 0)
@@ -59,8 +64,7 @@ class Transformer:
             value = getattr(self, name)
             if value is None and name in ("mlp", "kv_heads", "head_dim"):
                 continue
-            if type(value) is not int or value < at_least:
-                raise ValueError(f"{name}={value!r}: expected a whole number, {at_least} or more")
+            expect(is_integer(value, at_least), name, value, f"a whole number, {at_least} or more")
         for name in ("gated", "biases", "tied"):
             if type(getattr(self, name)) is not bool:
                 raise ValueError(f"{name}={getattr(self, name)!r}: expected true or false")

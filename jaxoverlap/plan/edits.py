@@ -7,8 +7,8 @@ left the step, and says how values lie after it; so it is applied without asking
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import ClassVar, Literal
+from collections.abc import Iterable, Iterator
+from typing import Annotated, Any, ClassVar, Literal
 
 import msgspec
 
@@ -18,6 +18,8 @@ from jaxoverlap.plan.decisions import Variant
 Spec = tuple[tuple[str, ...], ...]
 """The mesh axes on each dim of a value, major to minor."""
 _SHOWN = 6  # matmuls that an edit's line lists
+_Count = Annotated[int, msgspec.Meta(ge=1)]
+_Parts = Annotated[int, msgspec.Meta(ge=2)]
 
 
 class _Edit(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag=True):
@@ -154,9 +156,9 @@ class SplitBatch(_Edit, frozen=True, kw_only=True):
     site: int
     operand: int
     dim: int
-    parts: int
-    shards: int = 1
-    unroll: int = 1
+    parts: _Parts
+    shards: _Count = 1
+    unroll: _Count = 1
 
     def __str__(self) -> str:
         unrolled = f", scans unrolled {self.unroll} times" if self.unroll > 1 else ""
@@ -263,7 +265,7 @@ class MakeRing(_Edit, frozen=True, kw_only=True):
     kind: Kind
     axis: str
     variant: Variant = Variant()
-    matmuls: tuple[EditedMatmul, ...]
+    matmuls: Annotated[tuple[EditedMatmul, ...], msgspec.Meta(min_length=1)]
     keep: bool = False
     written: int | None = None
 
@@ -327,7 +329,7 @@ class SplitExchange(_Edit, frozen=True, kw_only=True):
     applied_by = "halves.split_exchange"
 
     shard_map: int
-    parts: int
+    parts: _Parts
 
     def __str__(self) -> str:
         return f"exchange the columns of shard_map {self.shard_map} in {self.parts} chunks"
@@ -377,6 +379,18 @@ def in_order(edits: Iterable[Edit]) -> list[Edit]:
         return next(p for p in range(first, len(ORDER)) if isinstance(edits[number], ORDER[p]))
 
     return [edits[number] for number in sorted(range(len(edits)), key=place)]
+
+
+def specs_of(edit: Any) -> Iterator[Spec]:
+    """Yield every sharding that an edit has, also inside its matmuls and moves."""
+    fields = msgspec.structs.astuple(edit) if isinstance(edit, msgspec.Struct) else edit
+    if not isinstance(fields, tuple):
+        return
+    if fields and all(isinstance(f, tuple) and all(isinstance(a, str) for a in f) for f in fields):
+        yield fields
+        return
+    for field in fields:
+        yield from specs_of(field)
 
 
 def _text(spec: Spec) -> str:

@@ -10,6 +10,7 @@ The file is JSON with a checksum, so that a truncated or edited file is recognis
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
@@ -229,6 +230,22 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
             schedule=schedule,
             xla_options=xla_options or {},
         )
+
+    def checked(self) -> Plan:
+        """The plan, if each of its fields holds what it may; one changed by hand may not.
+
+        Raises:
+            ValueError: if one does not; it says where.
+        """
+        try:
+            return msgspec.convert(msgspec.to_builtins(self), Plan)
+        except (msgspec.ValidationError, TypeError) as error:
+            where = re.search(r"\$\.edits\[(\d+)\]", str(error))
+            edit = f"{self.edits[int(where[1])]!r} does not fit: " if where else ""
+            raise ValueError(
+                f"plan={self.step!r} does not hold what a plan does: {edit}{error}. Take the plan "
+                "that explain() or tune() gives, and leave out edits or change their variants"
+            ) from error
 
     def to_json(self) -> str:
         """The plan as JSON."""

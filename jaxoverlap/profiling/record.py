@@ -12,7 +12,9 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import multihost_utils
 
+from jaxoverlap._util.expect import expect, is_integer
 from jaxoverlap.cost.find import cost_model, has_packaged_tables
+from jaxoverlap.hardware.pods import cannot_run, mesh_among, mesh_of_compiled
 from jaxoverlap.hardware.topology import cluster_of
 from jaxoverlap.profiling.profile import ClusterLike, Profile, read
 
@@ -68,9 +70,11 @@ def profile(
                 "folder with a step, not with a path"
             )
         return read(os.fspath(step), cluster, module=module)
+    expect(callable(step), "step", step, "a step, or the path of a profile")
     steps = _STEPS if steps is None else steps
-    if steps < 1:
-        raise ValueError(f"steps={steps}: expected one or more")
+    expect(is_integer(steps, 1), "steps", steps, "a whole number, one or more")
+    if pod_mesh := mesh_of_compiled(step) or mesh_among(jax.tree.leaves((args, kwargs))):
+        raise cannot_run(pod_mesh)
     if cluster is None:
         cluster = _cluster_here(args, kwargs)
     compiled: Any = step if hasattr(step, "as_text") else None

@@ -7,10 +7,13 @@ from pathlib import Path
 
 import jax
 
+from jaxoverlap._util.expect import expect_step_or_text
 from jaxoverlap._util.text import human_bytes, table
-from jaxoverlap.cost.find import cost_model
+from jaxoverlap.cost.find import cost_model, is_cost_model
 from jaxoverlap.cost.model import CostModel
-from jaxoverlap.hardware.cluster import Cluster, parse_cluster
+from jaxoverlap.hardware.cluster import Cluster, cluster_from
+from jaxoverlap.hardware.pods import mesh_of_compiled
+from jaxoverlap.hardware.topology import check_is_pods
 from jaxoverlap.plan.speedup import Speedup
 from jaxoverlap.simulation import report
 from jaxoverlap.simulation.advice import UndecomposedCollective, strays
@@ -131,9 +134,9 @@ def simulate(
         ValueError: if the text is no such module, the cluster does not parse, has no cost model,
             or has another number of devices.
     """
-    if isinstance(cluster, str):
-        cluster = parse_cluster(cluster)
-    cost = cost_model(cluster) if isinstance(cluster, Cluster) else cluster
+    expect_step_or_text("compiled", compiled)
+    cost = cluster if is_cost_model(cluster) else cost_model(cluster_from(cluster))
+    check_is_pods(mesh_of_compiled(compiled), cost.cluster)
     text = compiled if isinstance(compiled, str) else compiled.as_text() or ""
     module = scheduled_module(text, multi_streaming=multi_streaming)
     timeline = replay(module, cost)

@@ -16,7 +16,7 @@ from jaxoverlap.cost.model import CostModel
 from jaxoverlap.flags import is_gpu
 from jaxoverlap.flags.required import why_one_stream
 from jaxoverlap.hardware.cluster import Cluster
-from jaxoverlap.hardware.topology import cluster_of, processes_of_one
+from jaxoverlap.hardware.topology import check_is_pods, cluster_of, processes_of_one
 from jaxoverlap.passes.analysis.einsum import Spec
 from jaxoverlap.passes.analysis.errors import UserError
 from jaxoverlap.passes.analysis.flatten import flatten
@@ -165,6 +165,11 @@ def prepare(call: jits.Call, options: Options) -> StepContext:
     priced = options.prices and options.prices.cluster
     named = options.cluster or priced or (cluster_for(options.plan, mesh) if options.plan else None)
     _check_cluster(params["name"], mesh, named)
+    if options.cluster is not None:
+        try:
+            check_is_pods(mesh, options.cluster)
+        except ValueError as error:
+            raise UserError(str(error)) from error
     origin = made_for(call, mesh, named)
     if options.plan:
         check(options.plan, params["name"], origin, mesh, call, jaxpr)

@@ -20,6 +20,7 @@ import msgspec
 from jax.sharding import Mesh
 
 from jaxoverlap._jax.key_value_store import DisagreementError, Store, awaited, store_of_processes
+from jaxoverlap._util.expect import expect, expect_seconds
 from jaxoverlap.hardware.pods import is_pod
 from jaxoverlap.plan.plan import Plan
 
@@ -197,6 +198,8 @@ def agreed(make: Callable[[], Plan], *, within_s: float = 3600.0) -> Plan:
         DisagreementError: in the others, at once if process 0 failed, or if it gave none in time.
         Exception: in process 0, what `make` raises.
     """
+    expect(callable(make), "make", make, "a function of no arguments that returns a plan")
+    expect_seconds("within_s", within_s)
     if jax.process_count() == 1:
         return make()
     everyone = tuple(range(jax.process_count()))

@@ -56,6 +56,7 @@ class StepProgram:
         undecided: whether it has still to be compared with the step as it is, by that model.
         speedup: the result of that comparison, where it was made before any compilation.
         compiled: whether XLA has compiled it, for a call of the step.
+        on_pod: whether its mesh is of GPUs that are not there.
     """
 
     plan: Plan | None
@@ -71,6 +72,7 @@ class StepProgram:
     undecided: bool = False
     speedup: Speedup | None = None
     compiled: bool = False
+    on_pod: bool = False
 
     @property
     def named_params(self) -> dict[str, Any]:
@@ -151,6 +153,20 @@ def _on_no_one_mesh(call: jits.Call, error: MeshError, options: Options) -> Step
     return replace(program, cluster=cluster, notice=no_mesh(call, error), error=error)
 
 
+def refuse_on_pod(call: jits.Call) -> None:
+    """Refuse to run a step on GPUs that are not there.
+
+    Raises:
+        ValueError: if a mesh of the step is of such.
+    """
+    try:
+        meshes = (mesh_of(call),)
+    except MeshError as error:
+        meshes = error.meshes
+    for mesh in filter(pods.is_pod, meshes):
+        raise pods.cannot_run(mesh)
+
+
 def pass_result(call: jits.Call, options: Options) -> PassResult:
     """Run the passes; whatever fails there unexpectedly is a RewriteError.
 
@@ -201,14 +217,17 @@ def _arrived(call: jits.Call, done: PassResult, options: Options) -> StepProgram
         cost=done.step.cost,
         undecided=bool(done.step.cost and options.never_slower and not options.plan)
         and is_gpu(done.step.mesh),
+        on_pod=pods.is_pod(done.step.mesh),
     )
 
 
 def as_it_is(call: jits.Call, mesh: Mesh) -> StepProgram:
     """Return the step not rewritten, by XLA's defaults, with the options that a pod needs."""
-    pod_options = pods.compiler_options() if pods.is_pod(mesh) else {}
+    on_pod = pods.is_pod(mesh)
+    pod_options = pods.compiler_options() if on_pod else {}
     params = call.params
-    return StepProgram(None, jits.with_jaxpr(params, params["jaxpr"], pod_options), params, params)
+    ours = jits.with_jaxpr(params, params["jaxpr"], pod_options)
+    return StepProgram(None, ours, params, params, on_pod=on_pod)
 
 
 def _plain(params: dict[str, Any]) -> StepProgram:

@@ -13,6 +13,7 @@ from jaxoverlap._jax.jobs import peak_bytes
 from jaxoverlap._util.text import first_line, warn
 from jaxoverlap.cost.model import CostModel
 from jaxoverlap.hardware.cluster import Cluster, parse_cluster
+from jaxoverlap.hardware.pods import cannot_run, mesh_of_compiled
 from jaxoverlap.passes.scheduling.scheduler import Scheduled, SchedulerPass
 from jaxoverlap.plan.plan import Plan
 from jaxoverlap.plan.speedup import CandidateName, Speedup
@@ -141,6 +142,7 @@ class Compiled:
         speedup: Speedup | None = None,
     ):
         self._compiled = compiled
+        self._pod_mesh = mesh_of_compiled(compiled)
         self._wrapped_jit = wrapped_jit
         self._cluster = cluster
         self.plan = plan
@@ -154,6 +156,8 @@ class Compiled:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the compiled step."""
+        if self._pod_mesh is not None:
+            raise cannot_run(self._pod_mesh)
         return self._wrapped_jit.around(self._compiled)(*args, **kwargs)
 
     def as_text(self) -> str | None:
@@ -194,7 +198,8 @@ class Compiled:
                 "simulate() knows no cluster: name the GPUs, as in "
                 "compiled.simulate('h100-sxm:8x8') or overlap(step, cluster='h100-sxm:8x8')"
             )
-        simulation = simulate(self.as_text() or "", cluster, multi_streaming=multi_streaming)
+        step: Any = self
+        simulation = simulate(step, cluster, multi_streaming=multi_streaming)
         return replace(simulation, speedup=self.speedup) if cluster == self._cluster else simulation
 
     def __getattr__(self, name: str) -> Any:

@@ -14,6 +14,7 @@ import jax
 import msgspec
 from rich.console import Console
 
+from jaxoverlap._util.expect import expect, expect_flag, expect_seconds
 from jaxoverlap._util.files import kept_folder, opened, sealed, write_atomically
 from jaxoverlap._util.source_hash import source_hash
 from jaxoverlap._util.text import WIDTH
@@ -51,8 +52,11 @@ class Tuning(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     show: bool = True
 
     def __post_init__(self) -> None:
-        if not self.budget_s > 0:
-            raise ValueError(f"a budget of {self.budget_s} s: give more than zero")
+        expect_seconds("budget_s", self.budget_s)
+        is_path = isinstance(self.cache, str | os.PathLike | None)
+        expect(is_path, "cache", self.cache, "the path of a folder, or None")
+        expect_flag("measure", self.measure)
+        expect_flag("show", self.show)
 
     @property
     def folder(self) -> Path:

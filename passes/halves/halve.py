@@ -42,13 +42,16 @@ def run(step: EditedStep, edits: Sequence[SplitBatch]) -> EditedStep:
     operands = every[edit.site].eqn.invars
     if not (0 <= edit.operand < len(operands) and 0 <= edit.dim < operands[edit.operand].aval.ndim):
         raise misfit(edit, f"matmul {edit.site} has no such dim")
+    split, size = BatchSplit(edit.shards, edit.parts), operands[edit.operand].aval.shape[edit.dim]
+    if not split.divides(size):
+        raise misfit(edit, f"its {size} rows do not divide in {edit.shards} x {edit.parts}")
     dims, sizes = DimNames(step.jaxpr), dict(step.mesh.shape)
     rows = BatchDim(dims.of(operands[edit.operand])[edit.dim], edit.shards, 0)
     unpinned = next(stage for stage in step.stages if stage.mesh == step.mesh)
     done = Halved(
         step.jaxpr,
         lambda var: rows.dim(dims, var),
-        BatchSplit(edit.shards, edit.parts),
+        split,
         edit.unroll,
         whole=ShardedWindows(unpinned.jaxpr, step.arguments, dims, sizes),
     )

@@ -20,7 +20,7 @@ from jaxoverlap._jax import compat
 from jaxoverlap.passes.analysis.einsum import Spec
 from jaxoverlap.passes.analysis.jaxprs import Body, Dot, bodies, dots, map_bodies
 from jaxoverlap.passes.analysis.reshards import Reshards
-from jaxoverlap.passes.edited import EditedStep, check_sites
+from jaxoverlap.passes.edited import EditedStep, check_rank, check_sites
 from jaxoverlap.passes.rewriting.pin_results import constrained, dims_of
 from jaxoverlap.plan.edits import Pin
 
@@ -30,7 +30,10 @@ Pins = Mapping[int, Spec]
 
 def run(step: EditedStep, edits: Sequence[Pin]) -> EditedStep:
     """Pin the results that edits name."""
-    check_sites({dot.index for dot in dots(step.jaxpr)}, ((edit.site, edit) for edit in edits))
+    matmuls = {dot.index: dot for dot in dots(step.jaxpr)}
+    check_sites(matmuls, ((edit.site, edit) for edit in edits))
+    for edit in edits:
+        check_rank(edit, edit.spec, matmuls[edit.site].eqn.outvars[0])
     return step.to(pinned(step.jaxpr, {edit.site: edit.spec for edit in edits}, step.mesh))
 
 

@@ -21,7 +21,7 @@ from jax.sharding import Mesh
 from jaxoverlap._jax import compat
 from jaxoverlap.passes.analysis.einsum import Spec
 from jaxoverlap.passes.analysis.partitioned import SpmdProgram
-from jaxoverlap.passes.edited import EditedStep, misfit
+from jaxoverlap.passes.edited import EditedStep, check_rank, misfit
 from jaxoverlap.passes.layouts.layout import weights_of
 from jaxoverlap.passes.rewriting.pin_results import constrained, dims_of
 from jaxoverlap.plan.edits import GatherTable
@@ -35,6 +35,7 @@ def run(step: EditedStep, edits: Sequence[GatherTable]) -> EditedStep:
     for edit in edits:
         if not 0 <= edit.argument < len(step.jaxpr.invars):
             raise misfit(edit, f"the step has {len(step.jaxpr.invars)} arguments")
+        check_rank(edit, edit.spec, step.jaxpr.invars[edit.argument])
     return step.to(with_tables_gathered(step.jaxpr, edits, step.mesh))
 
 

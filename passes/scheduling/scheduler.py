@@ -18,6 +18,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from jaxoverlap._jax import xla_schedule
+from jaxoverlap._util.expect import expect, is_integer, is_number
 from jaxoverlap._util.source_hash import source_hash
 from jaxoverlap._util.text import human_bytes, table
 from jaxoverlap.cost.model import CostModel
@@ -50,12 +51,14 @@ class Scheduler:
     ahead_bytes: int = 0
 
     def __post_init__(self) -> None:
-        added = min(self.extra_bytes, self.ahead_bytes)
-        if not self.slack >= 0 or self.in_flight < 1 or added < 0:
-            raise ValueError(
-                f"{self}: give a slack of zero or more, at least one collective in flight, and "
-                "extra and ahead bytes of zero or more"
-            )
+        slack = self.slack
+        expect(is_number(slack) and slack >= 0, "slack", slack, "a fraction of zero or more")
+        expect(
+            is_integer(self.in_flight, 1), "in_flight", self.in_flight, "a whole number, 1 or more"
+        )
+        for name in ("extra_bytes", "ahead_bytes"):
+            value = getattr(self, name)
+            expect(is_integer(value), name, value, "a whole number of bytes, zero or more")
 
 
 @dataclass(frozen=True)

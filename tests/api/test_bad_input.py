@@ -6,18 +6,24 @@ Skip with its reason, and the step runs.
 
 from __future__ import annotations
 
+import functools
 import re
 import warnings
 
 import jax
 import jax.numpy as jnp
+import msgspec
 import numpy as np
 import pytest
 from jax import lax
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+import jaxoverlap
 from jaxoverlap import Decision, Skip, overlap
+from jaxoverlap.hardware import pods
+from jaxoverlap.plan.edits import MakeRing, Pin, SplitBatch
+from tests.support.pods import needs_plugin
 
 
 def mesh_of(**axes: int) -> Mesh:
@@ -109,6 +115,132 @@ def test_something_that_is_no_function(fn):
 def test_arguments_of_another_type(options):
     with pytest.raises(ValueError):
         overlap(matmul, **options).explain(*ARGS)
+
+
+STEP = jax.jit(matmul)
+COMPILED = STEP.lower(*ARGS).compile()
+GPT = dict(name="m", layers=4, hidden=1024, heads=8, sequence=1024)
+
+
+def configured(**options):
+    model = options.pop("model", "llama2-7b")
+    cluster = options.pop("cluster", "h100-sxm:1x8")
+    return lambda: jaxoverlap.configure(model, cluster, global_batch=64, **options)
+
+
+WRONG = [  # what is called, and what the error begins with
+    (lambda: overlap(matmul, granularity={5: "two_way"}), "granularity={5: 'two_way'}"),
+    (lambda: overlap(matmul, granularity={"a.py": {"b.py": "two_way"}}), "granularity="),
+    (lambda: overlap(matmul, halves=np.array([2, 3])), "halves=array([2, 3])"),
+    (lambda: overlap(matmul, layouts=np.array(["repair", "x"])), "layouts="),
+    (lambda: overlap(matmul, agree_within_s="20"), "agree_within_s='20'"),
+    (lambda: overlap(matmul, agree_within_s=None), "agree_within_s=None"),
+    (lambda: overlap(matmul, prices=3), "prices=3"),
+    (lambda: overlap(COMPILED), "overlap() was given jax"),
+    (lambda: jaxoverlap.Tuning(budget_s="x"), "budget_s='x'"),
+    (lambda: jaxoverlap.Tuning(measure="x"), "measure='x'"),
+    (lambda: jaxoverlap.Tuning(cache=3), "cache=3"),
+    (lambda: jaxoverlap.tune(STEP, ARGS, cache=3), "cache=3"),
+    (lambda: jaxoverlap.tune(STEP, 5), "args=5"),
+    (lambda: jaxoverlap.tune(STEP, ARGS, [1]), "kwargs=[1]"),
+    (lambda: jaxoverlap.parse_cluster(3), "cluster=3"),
+    (lambda: jaxoverlap.agreed(3), "make=3"),
+    (lambda: jaxoverlap.profile(None), "step=None"),
+    (lambda: jaxoverlap.per_sequence(3), "fn=3"),
+    (lambda: jaxoverlap.per_sequence(matmul, argnums="x"), "argnums='x'"),
+    (lambda: jaxoverlap.pod_mesh(None, {"data": 8}), "cluster=None"),
+    (lambda: jaxoverlap.pod_mesh("h100-sxm:1x8", 8), "axes=8"),
+    (lambda: jaxoverlap.pod_mesh("h100-sxm:1x8", [("data", 8)]), "axes=[('data', 8)]"),
+    (lambda: jaxoverlap.pod_mesh("h100-sxm:1x8", "data=8"), "axes='data=8'"),
+    (lambda: jaxoverlap.pod_mesh("h100-sxm:1x8", {1: 8}), "axes={1: 8}"),
+    (lambda: jaxoverlap.pod_mesh("h100-sxm:1x8", {("a", "b"): 8}), "axes={('a', 'b'): 8}"),
+    (lambda: jaxoverlap.pod_mesh("h100-sxm:1x8", {"": 8}), "axes={'': 8}"),
+    (lambda: jaxoverlap.simulate(STEP, "h100-sxm:1x8"), "compiled=<PjitFunction"),
+    (lambda: jaxoverlap.simulate(None, "h100-sxm:1x8"), "compiled=None"),
+    (lambda: jaxoverlap.simulate(COMPILED, 3), "cluster=3"),
+    (lambda: jaxoverlap.audit(None), "compiled=None"),
+    (lambda: jaxoverlap.decisions(3), "compiled=3"),
+    (lambda: jaxoverlap.compiler_options(3), "mesh=3"),
+    (configured(model=3), "model=3"),
+    (configured(cluster=3), "cluster=3"),
+    (configured(stack="jax"), "stack='jax'"),
+    (configured(cost="x"), "cost='x'"),
+    (configured(axes=["model"]), "axes=['model']"),
+    (configured(overlap=3), "overlap=3"),
+    (lambda: jaxoverlap.Transformer(**{**GPT, "name": 3}), "name=3"),
+]
+
+
+@pytest.mark.parametrize(("call", "said"), WRONG, ids=[said for _, said in WRONG])
+def test_what_is_wrong_is_named_with_what_to_give(call, said: str):
+    with pytest.raises(ValueError, match=re.escape(said) + ".*: expected "):
+        call()
+
+
+# -- edits that were changed by hand --------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("edit", "why"),
+    [
+        (Pin(site=0, spec=(("nope",), ())), "'nope' is no axis of the mesh"),
+        (Pin(site=0, spec=(("data",), ("data",))), "'data' is in one sharding 2 times"),
+        (Pin(site=0, spec=(("data",),)), r"has 1 dims, and the value's shape is \(16, 64\)"),
+        (Pin(site=0, spec=((), (), ())), r"has 3 dims, and the value's shape is \(16, 64\)"),
+        (SplitBatch(site=0, operand=0, dim=0, parts=3), "its 16 rows do not divide in 1 x 3"),
+        (SplitBatch(site=0, operand=0, dim=0, parts=0), r"parts=0.* does not fit: .* >= 2"),
+        (SplitBatch(site=0, operand=0, dim=0, parts=2, shards=0), r"shards=0.* does not fit"),
+        (SplitBatch(site=0, operand=0, dim=0, parts=2, unroll=0), r"unroll=0.* does not fit"),
+        (MakeRing(kind="all_reduce", axis="model", matmuls=()), r"matmuls=\(\).* does not fit"),
+        ("x", "'x' does not fit"),
+    ],
+    ids=str,
+)
+def test_an_edit_that_does_not_fit(edit, why: str):
+    plan = msgspec.structs.replace(overlap(matmul).explain(*ARGS), edits=(edit,))
+    with pytest.raises(ValueError, match=why + ".*Take the plan that explain"):
+        overlap(matmul, plan=plan).explain(*ARGS)
+
+
+# -- GPUs that are not there ----------------------------------------------------------------------
+
+
+def on_pod(cluster: str = "h100-sxm:1x8"):
+    mesh = jaxoverlap.pod_mesh(cluster, {"data": 2, "model": 4})
+    return tuple(struct(*a.shape, spec=a.sharding.spec, mesh=mesh) for a in ARGS)
+
+
+@needs_plugin
+@pytest.mark.pods
+def test_a_step_on_a_pod_cannot_be_called():
+    """Neither before nor after it was explained or lowered; nothing is decided for it."""
+    args = on_pod()
+    step = overlap(STEP, never_slower=False, schedule=None)
+    with pytest.raises(ValueError, match=r"GPUs are not there.*\.lower\(\.\.\.\)\.compile\(\)"):
+        step(*args)
+    assert not step._seen.cache_keys()
+    compiled = step.lower(*args).compile()
+    for call in (step, compiled, functools.partial(jaxoverlap.profile, STEP)):
+        with pytest.raises(ValueError, match="GPUs are not there"):
+            call(*args)
+
+
+@needs_plugin
+@pytest.mark.pods
+def test_a_pod_is_its_own_cluster():
+    """Chip, hosts and GPUs are the mesh's; the network may be another."""
+    args = on_pod()
+    compiled = STEP.lower(*args).compile(pods.compiler_options())
+    for other in ("a100-sxm-80:1x8", "h100-sxm:2x4"):
+        for call in (
+            lambda other=other: overlap(matmul, cluster=other).explain(*args),
+            lambda other=other: jaxoverlap.simulate(compiled, other),
+        ):
+            with pytest.raises(ValueError, match=f"{other} for a mesh of h100-sxm:1x8"):
+                call()
+    assert overlap(matmul, cluster="h100-sxm:1x8@80").explain(*args)
+    assert jaxoverlap.simulate(compiled, "h100-sxm:1x8@80").step_s > 0
+    assert jaxoverlap.simulate(compiled.as_text(), "a100-sxm-80:1x8").step_s > 0
 
 
 # -- meshes ---------------------------------------------------------------------------------------

@@ -110,7 +110,10 @@ def test_by_the_clock_where_nothing_is_known(tmp_path: Path):
     ("arguments", "says"),
     [
         (("tests.support.build_step", *TP), "tune needs --pod"),
-        (("tests.support.build_step", *TP, "--measure", "--budget", "-1"), "a budget of -1.0 s"),
+        (
+            ("tests.support.build_step", *TP, "--measure", "--budget", "-1"),
+            "budget_s=-1.0: expected seconds",
+        ),
         (
             ("tests.support.build_step", "--mesh", "tp=3", "--measure"),
             "has 3 devices, and JAX sees 8",

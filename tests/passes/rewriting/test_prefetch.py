@@ -195,5 +195,5 @@ def test_activations_are_not_gathered_ahead():
 
 
 def test_an_unknown_choice():
-    with pytest.raises(ValueError, match="fsdp='never': expected 'prefetch' or 'ring'"):
+    with pytest.raises(ValueError, match="fsdp='never': expected 'prefetch', 'ring' or None"):
         jaxoverlap.overlap(lambda x: x, fsdp="never")  # type: ignore[call-overload]

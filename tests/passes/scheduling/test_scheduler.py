@@ -202,9 +202,20 @@ def test_the_cluster_is_read_off_the_pod():
     assert module_of(overlapped(cluster=None)) == module_of(overlapped())
 
 
-@pytest.mark.parametrize("wrong", [dict(slack=-0.1), dict(slack=float("nan")), dict(in_flight=0)])
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        dict(slack=-0.1),
+        dict(slack=float("nan")),
+        dict(slack="x"),
+        dict(in_flight=0),
+        dict(extra_bytes=1.5),
+        dict(ahead_bytes="x"),
+    ],
+)
 def test_a_scheduler_refuses(wrong: dict[str, Any]):
-    with pytest.raises(ValueError, match="give a slack of zero or more"):
+    ((name, value),) = wrong.items()
+    with pytest.raises(ValueError, match=rf"{name}={value!r}: expected a .* or more"):
         jaxoverlap.Scheduler(**wrong)
 
 
