@@ -8,8 +8,8 @@ write it:
     sorted by expert, grouped matmuls        [room, mlp]                `jax.lax.ragged_dot`
     and back, by the same ways               [token x choice, hidden]
 
-Nothing is dropped: a device has room for all tokens that can come. A token's result does not depend
-on other tokens, which `jaxoverlap.per_sequence` tells `overlap`.
+Nothing is dropped: by default a device has room for all tokens that can come. A token's result does
+not depend on other tokens, which `jaxoverlap.per_sequence` tells `overlap`.
 """
 
 import functools
@@ -33,8 +33,9 @@ def experts(
         mesh: all of its axes shard the batch.
         axis: the one that shards the experts.
         activation: applied to what `up` gives, or `gate` where there is one.
-        room: slots of a device for tokens that come, over those that it sends; None for as many as
-            can come. With less, a step where more come is wrong.
+        room: slots of a device for tokens that come, as a multiple of the pairs of token and choice
+            that it sends; None for the size of `axis`, as many as can come. Where more come than
+            there are slots, results are wrong without an error.
 
     Returns:
         A function of tokens [batch, sequence, hidden], the weights of their choices [batch,
@@ -116,7 +117,7 @@ def on_device(
 def exchange_by_gathers(
     operand: Array, output: Array, offsets: Array, sent: Array, there: Array, _: Array, *, axis_name
 ) -> Array:
-    """Do what `lax.ragged_all_to_all` does, for XLA:CPU, which has no such operation."""
+    """Do what `lax.ragged_all_to_all` does, for devices without that operation: all but GPUs."""
     me = lax.axis_index(axis_name)
     every = lax.all_gather(operand, axis_name)
     offsets, sent, there = (lax.all_gather(v, axis_name)[:, me] for v in (offsets, sent, there))

@@ -66,7 +66,10 @@ def _rules(plan: Plan) -> dict[str, _Rule]:
 
 
 def _spent(timeline: Timeline) -> Iterator[tuple[str, float, float]]:
-    """Yield each compute event's source line, its kernel seconds and its waiting seconds."""
+    """Yield the source line of each kernel and wait, and its seconds as a kernel and as a wait.
+
+    One of the two is zero; collectives in flight are left out.
+    """
     for e in timeline.events:
         if e.kind == "wait":
             yield e.source, 0.0, e.seconds

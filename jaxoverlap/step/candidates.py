@@ -1,10 +1,15 @@
-"""Choose the fastest candidate for a step by its estimate, before anything is compiled.
+"""Choose the candidate for a step before anything is compiled, by its estimate where it has one.
 
 Rules decide which matmuls get rings; they cannot know what else the step does at that time. So each
 candidate is rewritten, partitioned (`passes/analysis/partitioned.py`) and estimated
 (`passes/estimation/estimate.py`), and the fastest is taken; the step without any ring is one of
-them. A candidate is dropped if its results would have other shardings than the original step's, or
-if it could not donate an argument that the original step donates.
+them. Without a cost model the rules alone decide. A candidate is dropped if its results would have
+other shardings than the original step's, or if it could not donate an argument that the original
+step donates.
+
+Words: a *ring* is a collective with its matmuls in chunks; the step is *unringed* with layouts and
+the batch split, and no ring. `Terms` are what the rules decide by; they are *priced* if they have a
+cost model. A *late* sum is reduced behind its scan. *Ahead* is one iteration of a scan earlier.
 """
 
 from __future__ import annotations
@@ -71,7 +76,7 @@ from jaxoverlap.step.options import Options
 def overlapped(
     step: StepContext, terms: Terms, options: Options
 ) -> tuple[StepCandidate, SpmdProgram | None]:
-    """Return the candidate with the least estimated time.
+    """Return the candidate with the least estimated time; without prices, that of the rules.
 
     Args:
         step: the step.
@@ -139,7 +144,7 @@ def _in_halves(
     if split.seconds > best.seconds * (1 - SKIP_RINGS_GAIN):
         best = undivided.fastest()
     record = msgspec.structs.replace(split.halves, whole_s=best.seconds, step_s=split.seconds)
-    # Rings are estimated the shorter of the two, by a hundredth on the suite's 7B steps.
+    # Estimates of steps with rings are a hundredth too short on the suite's 7B steps.
     least_gain = 0 if best.decisions else GAIN
     if split.seconds < best.seconds * (1 - least_gain):
         return replace(split, halves=record)
@@ -206,7 +211,10 @@ def _with_split_exchanges(
 def _before_views(
     step: StepContext, unringed: StepCandidate, candidate: StepCandidate
 ) -> EditedStep:
-    """Return a candidate's step without its last edit, `ShareViews`, for edits that come before."""
+    """Return a candidate's step without its last edit, `ShareViews`, for edits that come before.
+
+    Of a candidate that edits nothing, the unringed step's.
+    """
     edited = unringed.edited if candidate.edited is step.edited else candidate.edited
     return edited.before if edited.before and edited.has(ShareViews) else edited
 
@@ -224,7 +232,7 @@ def _with(
         step, candidate: the step, and its candidate so far.
         base: what the edits are applied to.
         edits: the edits.
-        gain: the share of the candidate's time that they have to gain.
+        gain: the share of the candidate's time that they have to gain; -inf: none.
     """
     if not edits:
         return candidate
@@ -243,7 +251,7 @@ class _Candidates:
     # -- by bytes -----------------------------------------------------------------------------
 
     def by_bytes(self, *, layers_ahead: bool = False) -> StepCandidate:
-        """Return the requested or rule-based candidate; scatter its sums where that sends less."""
+        """Return the requested or rule-based candidate; scatter its sums where that costs less."""
         candidate = self._finished(self._by_bytes(), layers_ahead=layers_ahead)
         if candidate.edited is self._step.edited:
             plain = self._step.plain
@@ -275,6 +283,8 @@ class _Candidates:
 
     def fastest(self, *, rings: bool = True, most: int | None = None) -> StepCandidate:
         """Take the candidate of least estimated time; of those that are about equal, the first.
+
+        If the best gains less than `GAIN` the step without rings is taken.
 
         Args:
             rings: whether to try candidates with rings; if not, only with weights gathered ahead.
@@ -337,8 +347,8 @@ class _Candidates:
 
         A ring may hide more than its own collective, so its own exposed time underrates what it
         saves. So rings that lose alone are tried together too. Then come rings without one axis
-        each, lookups alone, and the sums scattered. Weights that are gathered a step ahead, and no
-        ring, are the second candidate and the third.
+        each, lookups alone, and the sums scattered. Weights that are gathered ahead, and no ring,
+        come second, up to three candidates.
         """
         first, every = self._decided(priced), self._decided(replace(self._terms, prices=None))
         yield first, False
@@ -357,7 +367,7 @@ class _Candidates:
             yield self._with_sums_scattered(where, by_price=True), False
 
     def _gathered_ahead(self) -> Iterator[tuple[Decided, bool]]:
-        """Gather the weights of scans a step ahead, and make no ring: the first ones, or a layer's.
+        """Gather the weights of scans ahead, and make no ring: the first ones, or a layer's.
 
         If the batch is split the gathers of a layer hide as well singly: with all ahead, three
         steps of the suite took 1 to 4% longer by simulation.
@@ -463,7 +473,7 @@ def _finished(
     terms: Terms,
     layers_ahead: bool = False,
 ) -> StepCandidate:
-    """Apply decisions, and gather scanned weights a step ahead; nothing, if nothing is decided.
+    """Apply decisions, and gather scanned weights ahead; nothing, if nothing is decided.
 
     Args:
         step: the step.

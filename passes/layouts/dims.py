@@ -7,9 +7,9 @@ layout that puts mesh axes on names is right for all values at once, through sca
 pass, where a layout of one value says nothing of the next. GSPMD's and Shardy's propagation follow
 dims in the same way (arXiv:2105.04663, section 3.5); here the names outlive any one sharding.
 
-`passes/analysis/dim_rules.py` says which dims of an equation are the same; of an equation that it
-does not know, those of equal shapes are. Any other equation names nothing: its results have names
-of their own.
+`passes/analysis/dim_rules.py` says which dims of an equation are the same. Of an equation that it
+does not know, the dims of values of one shape are; any other equation gives its results names of
+their own, and is listed in `unnamed`.
 """
 
 from __future__ import annotations

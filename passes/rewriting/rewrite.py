@@ -75,7 +75,7 @@ class Rings:
 
 
 def run(step: EditedStep, edits: Sequence[RingEdit]) -> EditedStep:
-    """Make the rings that edits name; `EditedStep.facts` has a `Rings`.
+    """Make the rings that edits name; the result's `facts[MakeRing]` is a `Rings`.
 
     Raises:
         UserError: if an edit does not fit the step.
@@ -85,7 +85,7 @@ def run(step: EditedStep, edits: Sequence[RingEdit]) -> EditedStep:
     for edit in edits:
         for matmul in edit.matmuls if isinstance(edit, MakeRing) else (edit.matmul,):
             if named.setdefault(matmul.site, edit) is not edit:
-                raise misfit(edit, f"matmul {matmul.site} is in another ring too")
+                raise misfit(edit, f"matmul {matmul.site} is in another edit too")
     every, sizes = bodies(step.jaxpr), dict(step.mesh.shape)
     check_sites({dot.index for body in every for dot in body.dots}, named.items())
     rings_by_body: dict[int, BodyRings] = {}
@@ -209,7 +209,10 @@ class _BodyRewriter:
             raise _failed(ring, error) from error
 
     def kept(self, ring: Ring) -> Any:
-        """Return the variable of the full gathered value that a ring with `keep` returns too."""
+        """Make, or reuse, the variable of the full gathered value that a ring returns too.
+
+        A ring does so (`Ring.keep`) where equations other than its matmuls read that value.
+        """
         if ring.written:
             return ring.written.eqn.outvars[0]
         self.made[ring.gathered] = self.moved(ring.gathered)

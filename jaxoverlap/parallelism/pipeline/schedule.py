@@ -83,15 +83,15 @@ class PipelineSchedule:
         return min(v * p + p - 1 - 2 * stage, self.micro_batches * v)
 
     def sends(self) -> int:
-        """Sends of an activation that each stage makes in a step; of a cotangent, as many."""
+        """Sends of activations of a stage in a step, in idle ticks too; as many of cotangents."""
         return self.forward_ticks
 
     def forward(self, stage: int, tick: int) -> tuple[int, int]:
-        """Return the micro-batch and piece that a stage runs forward in a tick, or NONE."""
+        """Return the micro-batch and piece that a stage runs forward in a tick, or (NONE, 0)."""
         return self._at(tick - stage)
 
     def backward(self, stage: int, tick: int) -> tuple[int, int]:
-        """Return the micro-batch and piece that a stage runs backward in a tick, or NONE."""
+        """Return the micro-batch and piece that a stage runs backward in a tick, or (NONE, 0)."""
         first = self.warm_up_ticks + self.stages - 1 - stage
         micro_batch, piece = self._at(tick - first)
         return micro_batch, (self.pieces - 1 - piece if micro_batch != NONE else 0)

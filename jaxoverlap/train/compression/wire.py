@@ -2,7 +2,8 @@
 
 A compressor is written for one matrix as a generator that yields requests and is sent their
 results. `together` runs the generators of many matrices at once: requests that are yielded in the
-same round become one collective for each kind and dtype. The path of a gradient:
+same round become one collective for each kind and dtype (on CPU devices: `_joined_sums`). The path
+of a gradient:
 
     DataParallel.__call__   control_loop: settings in use, compiled program
       WorkerStep            worker.py: loss_and_grads of this worker's part of the batch
@@ -121,7 +122,7 @@ def _fused(kind: Kind, values: list[jax.Array], axis: str, workers: int) -> list
     """Run one collective over several values of a dtype.
 
     Means keep their shapes, as values may be sharded over other axes, which a flattened one would
-    not be: XLA itself makes one all-reduce of several.
+    not be: XLA itself makes one all-reduce of several, but on CPUs (`_joined_sums`).
     """
     if workers == 1:  # XLA's partitioner fails on an axis of one device beside automatic ones
         return [value[None] if kind == "gather" else value for value in values]

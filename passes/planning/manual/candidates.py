@@ -1,8 +1,9 @@
 """Find candidate rings in shard_map bodies: a collective that the user wrote, and its matmuls.
 
     x = all_gather x ;  t = transpose x ;  y = dot_general t w      # one operand moves
-    p = dot_general h w ;  c = convert p ;  s = add c b ;  z = psum s   # the result moves, in a sum
+    p = dot_general h w ;  q = dot_general g v ;  s = add p q ;  z = psum s     # a sum moves
 
+A ring does a collective in chunks by permutes, each of which overlaps with a part of its matmuls.
 A `Neighbour` is a matmul and the equations between it and its collective; `BodyCollectives` finds
 them. In a `Ring` each is a `Member`: it reads two `Value`s (a variable and its sharding), and its
 `Layout` is the sharding of each side and the dim that is split into chunks.
@@ -188,9 +189,10 @@ class BodyCollectives:
 
 
 def possible_rings(found: BodyCollectives) -> Iterator[Ring]:
-    """Yield a ring for the fitting matmuls that read a collective, or for those that it sums.
+    """Yield a ring for the fitting matmuls that read a collective, and one for those before it.
 
-    The latter only if all of them fit; without matmuls such as x @ x.T, which read it twice.
+    Those before it have the value that it moves, or add up to it; all of them have to fit. Matmuls
+    such as x @ x.T, which read a collective's result twice, are left out.
     """
     for position, collective in found.collectives.items():
         if isinstance(collective, Reason):
