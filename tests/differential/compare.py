@@ -291,8 +291,10 @@ def _facts_apart(plain: Call, ours: Call) -> list[str]:
     for name, a, b, at, here in zip(
         names, plain.facts, ours.facts, plain.shardings, ours.shardings, strict=True
     ):
-        texts += [f"{name} {key} {b.get(key)}, plain {a[key]}" for key in a if a[key] != b.get(key)]
-        if a == b and at is not None and not _alike(at, here, len(a["shape"])):
+        apart = {key for key in a if a[key] != b.get(key)}
+        texts += [f"{name} {key} {b.get(key)}, plain {a[key]}" for key in a if key in apart]
+        # A type may name the sharding, so that both differ.
+        if apart <= {"type"} and at is not None and not _alike(at, here, len(a["shape"])):
             texts.append(f"{name} sharding {_said(here)}, plain {_said(at)}")
     return texts
 
