@@ -80,9 +80,11 @@ def stated_spec(var: Any) -> tuple[tuple[str, ...], ...] | None:
     return axes_by_dim(typed_spec(var), var.aval.ndim)
 
 
-def live(jaxpr: Any) -> Any:
-    """Return a jaxpr with only the inputs and equations that its results or effects depend on."""
-    return pe.dce_jaxpr(jaxpr, [True] * len(jaxpr.outvars))[0]
+def depends(jaxpr: Any) -> bool:
+    """Return whether a jaxpr has effects, or results that depend on its inputs or constants."""
+    live = pe.dce_jaxpr(jaxpr, [True] * len(jaxpr.outvars))[0]  # keeps all constants
+    read = variables(v for vs in (*(e.invars for e in live.eqns), live.outvars) for v in vs)
+    return bool(live.effects) or not {*live.invars, *live.constvars}.isdisjoint(read)
 
 
 def takes_mutable(jaxpr: Any) -> bool:

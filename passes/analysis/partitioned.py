@@ -104,9 +104,8 @@ def partitioned(
     Raises:
         RewriteError: if XLA does not partition the step.
     """
-    live = compat.live(jaxpr)
     # What depends on nothing XLA removes, or folds to a constant, before Shardy runs.
-    if not ask or not (live.invars or live.constvars or live.effects):
+    if not ask or not compat.depends(jaxpr):
         spmd_program = _partition(traced, jaxpr, mesh, options=options)
         return SpmdProgram({}, spmd_program.results, spmd_program.text, mesh.size)
     asked: dict[Any, _Asked] = {}
