@@ -423,7 +423,7 @@ def changed_edits(plan: Plan, ring: MakeRing) -> dict[str, tuple[list[Any], str]
                 for edit in plan.edits
                 for e in ([edit, with_keep(ring)] if edit is ring else [edit])
             ],
-            "is in another ring too",
+            "is in another edit too",
         ),
         "another order": ([*plan.edits, ring], "it has to come before 'leave out dims of size 1"),
         "a pin that is none": (
