@@ -153,7 +153,7 @@ def placement(argument: Any) -> Hashable:
     if not isinstance(sharding, jax.sharding.NamedSharding):
         return sharding
     mesh, spec = sharding.mesh, sharding.spec
-    entries = [(e,) if isinstance(e, str) else e or () for e in compat.partitions(spec)]
+    entries = compat.axes_by_dim(spec, len(spec))
     dims = [tuple(a for a in e if a in mesh.shape and mesh.shape[a] > 1) for e in entries]
     while dims and not dims[-1]:
         dims.pop()

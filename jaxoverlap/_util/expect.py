@@ -67,8 +67,8 @@ def expect_flag(name: str, value: object) -> None:
     expect(isinstance(value, bool), name, value, "True or False")
 
 
-def expect_step_or_text(name: str, value: object) -> None:
-    """Refuse what is neither a compiled step nor a text.
+def hlo_text(name: str, value: Any) -> str:
+    """Return the HLO text of a compiled step; a text as it is.
 
     Raises:
         ValueError: if it is neither.
@@ -76,3 +76,4 @@ def expect_step_or_text(name: str, value: object) -> None:
     holds = isinstance(value, str) or callable(getattr(value, "as_text", None))
     what = "a compiled step, as step.lower(...).compile() gives, or the text of its HLO"
     expect(holds, name, value, what)
+    return value if isinstance(value, str) else value.as_text() or ""

@@ -159,13 +159,9 @@ def overlap(
     named = None if cluster is None else cluster_from(cluster)
     expect_one_of("fsdp", fsdp, "prefetch", "ring", None)
     expect_one_of("layouts", layouts, "repair", "complete", None)
-    if not is_integer(halves, 2):
-        expect(
-            isinstance(halves, str | None) and halves in ("auto", None),
-            "halves",
-            halves,
-            "'auto', None, or a number of parts, two or more",
-        )
+    named_mode = isinstance(halves, str | None) and halves in ("auto", None)
+    how_many = "'auto', None, or a number of parts, two or more"
+    expect(named_mode or is_integer(halves, 2), "halves", halves, how_many)
     expect_one_of("streams", streams, "auto", "one")
     is_schedule = isinstance(schedule, Scheduler | None)
     expect(is_schedule, "schedule", schedule, "a jaxoverlap.Scheduler, or None")

@@ -62,8 +62,7 @@ def check_is_pods(mesh: Mesh | None, cluster: Cluster) -> None:
     Raises:
         ValueError: if it is another one.
     """
-    pod = None if mesh is None else pod_of(mesh)
-    if mesh is None or pod is None:
+    if mesh is None or (pod := pod_of(mesh)) is None:
         return
     own = cluster_of(mesh) or replace(cluster, chip=pod.chip)  # None: a part of unequal hosts
     sizes = ((one.num_hosts, one.gpus_per_host) for one in (own, cluster))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
+from jaxoverlap._util.expect import expect, is_integer
 from jaxoverlap.plan.speedup import milliseconds
 
 
@@ -45,8 +46,7 @@ class Halves(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     def __post_init__(self) -> None:
         for name, least in (("parts", 2), ("shards", 1), ("unroll", 1)):
             given = getattr(self, name)
-            if not isinstance(given, int) or isinstance(given, bool) or given < least:
-                raise ValueError(f"{name}={given!r}: expected a whole number, {least} or more")
+            expect(is_integer(given, least), name, given, f"a whole number, {least} or more")
 
     @property
     def lines(self) -> list[str]:

@@ -13,7 +13,7 @@ from typing import Any
 
 import msgspec
 
-from jaxoverlap._util.expect import expect_step_or_text
+from jaxoverlap._util.expect import hlo_text
 from jaxoverlap.plan.decisions import Decision, Skip
 
 OPERATIONS = (  # the names of such operations
@@ -77,8 +77,7 @@ def decisions(compiled: Any) -> tuple[Decision | Skip, ...]:
         bytes are those of one run: the audit says how often a line runs. What XLA's persistent
         cache gives was decided in another process, and is not listed.
     """
-    expect_step_or_text("compiled", compiled)
-    text = compiled if isinstance(compiled, str) else compiled.as_text()
+    text = hlo_text("compiled", compiled)
     entries: list[Decision | Skip] = []
     for number in sorted({int(match.group(2)) for match in NAME.finditer(text)}):
         first = len(entries)

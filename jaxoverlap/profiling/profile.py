@@ -10,6 +10,7 @@ from pathlib import Path
 
 import jax
 
+from jaxoverlap._util.expect import hlo_text
 from jaxoverlap.cost.model import CostModel
 from jaxoverlap.hardware.cluster import Cluster
 from jaxoverlap.profiling import text
@@ -231,7 +232,7 @@ def _texts(
     """Return the modules of a profile; a given one replaces those of its name."""
     if compiled is None:
         return recording.modules
-    text = compiled if isinstance(compiled, str) else compiled.as_text() or ""
+    text = hlo_text("compiled", compiled)
     name = text.partition(",")[0].removeprefix("HloModule ")
     if name not in programs(recording):
         known = ", ".join(sorted(programs(recording))) or "no program's name"

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import jax
 
-from jaxoverlap._util.expect import expect_step_or_text
+from jaxoverlap._util.expect import hlo_text
 from jaxoverlap._util.text import human_bytes, table
 from jaxoverlap.plan.collectives import OPCODES, PERMUTE, RING_PASSES
 from jaxoverlap.plan.operations import OPERATIONS, described
@@ -162,8 +162,7 @@ def audit(compiled: jax.stages.Compiled | str, *, multi_streaming: bool | None =
     Raises:
         ValueError: if it is not such a text.
     """
-    expect_step_or_text("compiled", compiled)
-    text = compiled if isinstance(compiled, str) else compiled.as_text() or ""
+    text = hlo_text("compiled", compiled)
     module = scheduled_module(text, multi_streaming=multi_streaming)
     return Audit(
         module.name,

@@ -246,22 +246,23 @@ def _unfused(
     then those of NCCL: no such kernel was measured.
     """
     found: dict[str, Instruction] = {}  # by the name of the fusion or its start
-    result: list[Instruction] = []
     for outer in body:
         if _COLLECTIVE_KERNEL in outer.line:
             inside = (i for name in outer.called for i in computations.get(name, ()) if i.is_root)
-            inner = found.get(outer.operands[0]) or next(inside, None)
-            if inner is not None:
+            if inner := found.get(outer.operands[0]) or next(inside, None):
                 found[outer.name] = inner
-                opcode = inner.opcode + outer.opcode.removeprefix("fusion")
-                attributes = inner.line.partition(f" {inner.opcode}(")[2].partition(")")[2]
-                control = outer.attribute("control-predecessors")
-                attributes += f", control-predecessors={control}" if control else ""
-                head = outer.line.partition(f" {outer.opcode}(")[0]
-                line = f"{head} {opcode}({', '.join(outer.operands)}){attributes}"
-                outer = replace(outer, opcode=opcode, line=line)
-        result.append(outer)
-    return result
+    return [_as_collective(i, found[i.name]) if i.name in found else i for i in body]
+
+
+def _as_collective(fusion: Instruction, inner: Instruction) -> Instruction:
+    """Return a fusion, its start or its done, as the collective that it holds."""
+    opcode = inner.opcode + fusion.opcode.removeprefix("fusion")
+    head = fusion.line.partition(f" {fusion.opcode}(")[0]
+    attributes = inner.line.partition(f" {inner.opcode}(")[2].partition(")")[2]
+    if control := fusion.attribute("control-predecessors"):
+        attributes += f", control-predecessors={control}"
+    line = f"{head} {opcode}({', '.join(fusion.operands)}){attributes}"
+    return replace(fusion, opcode=opcode, line=line)
 
 
 def _instruction(name: str, rest: str, line: str) -> Instruction:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import jax
 
-from jaxoverlap._util.expect import expect_step_or_text
+from jaxoverlap._util.expect import hlo_text
 from jaxoverlap._util.text import human_bytes, table
 from jaxoverlap.cost.find import cost_model, is_cost_model
 from jaxoverlap.cost.model import CostModel
@@ -134,10 +134,9 @@ def simulate(
         ValueError: if the text is no such module, the cluster does not parse, has no cost model,
             or has another number of devices.
     """
-    expect_step_or_text("compiled", compiled)
+    text = hlo_text("compiled", compiled)
     cost = cluster if is_cost_model(cluster) else cost_model(cluster_from(cluster))
     check_is_pods(mesh_of_compiled(compiled), cost.cluster)
-    text = compiled if isinstance(compiled, str) else compiled.as_text() or ""
     module = scheduled_module(text, multi_streaming=multi_streaming)
     timeline = replay(module, cost)
     values = {f.name: getattr(timeline, f.name) for f in fields(Timeline)}

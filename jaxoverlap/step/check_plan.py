@@ -82,9 +82,8 @@ def _type_and_sharding(var: Any, sharding: Any) -> str:
     memory = ""
     if isinstance(sharding, NamedSharding):
         spec = sharding.spec
-        for d, axes in enumerate(compat.partitions(spec)):
-            if axes is not None:
-                dims[d] += f"@{'+'.join(axes) if isinstance(axes, tuple) else axes}"
+        for d, axes in enumerate(compat.axes_by_dim(spec, len(dims))):
+            dims[d] += f"@{'+'.join(axes)}" if axes else ""
         partial = str(spec) if spec.unreduced or spec.reduced else ""
         memory = " ".join(filter(None, ("", partial, memory_text(sharding))))
     elif dims:  # where a number lies is of no account

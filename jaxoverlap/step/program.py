@@ -103,8 +103,9 @@ def step_program(
 ) -> StepProgram:
     """Rewrite a step for arguments like these; or leave it as it is.
 
-    It stays as it is where it does not run on one mesh of several devices, where the rewrite fails,
-    if `options` allow that, and where the environment variable JAXOVERLAP is "off".
+    It stays as it is where it does not run on one mesh of several devices, where it takes mutable
+    arrays, where the rewrite fails, if `options` allow that, and where the environment variable
+    JAXOVERLAP is "off".
 
     Args:
         call: the step, and how it is called.
@@ -140,7 +141,9 @@ def step_program(
 
 
 def _on_no_one_mesh(call: jits.Call, error: MeshError, options: Options) -> StepProgram:
-    """Return the program of a step on no mesh, on several or on one device: the step as it is.
+    """Return the program of a step that no edit may change: the step as it is.
+
+    It is on no mesh, on several or on one device, or takes mutable arrays.
 
     Where its meshes are of the same devices, those are its cluster; for a pod it is compiled with
     the options that a pod needs.

@@ -14,7 +14,7 @@ from jaxoverlap.passes.analysis.jaxprs import equations
 
 
 class MeshError(UserError):
-    """The step does not run on one mesh of several devices, so none of it can be overlapped.
+    """None of the step can be overlapped, as when it does not run on one mesh of several devices.
 
     Attributes:
         meshes: the meshes that it uses.

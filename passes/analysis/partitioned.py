@@ -104,7 +104,7 @@ def partitioned(
     Raises:
         RewriteError: if XLA does not partition the step.
     """
-    # What depends on nothing XLA removes, or folds to a constant, before Shardy runs.
+    # XLA removes results that depend on nothing, or folds them, before Shardy runs.
     if not ask or not compat.depends(jaxpr):
         spmd_program = _partition(traced, jaxpr, mesh, options=options)
         return SpmdProgram({}, spmd_program.results, spmd_program.text, mesh.size)

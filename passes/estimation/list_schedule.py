@@ -159,7 +159,7 @@ def _place_others_late(problem: Problem, anchors: Sequence[int]) -> Iterator[int
     """Yield all tasks: the anchors in order, each other just before the first that needs it.
 
     So a done comes no sooner than it must, however wrong the predicted seconds are; except that of
-    a collective that must not be in flight beside the next anchor (`Problem.apart`).
+    a collective that must not be in flight together with the next anchor (`Problem.apart`).
     """
     emitted: set[int] = set()
     tasks, apart, done_of = problem.tasks, problem.apart, problem.dones

@@ -347,8 +347,8 @@ def _wrong(
                 errors[name] = "whole numbers"
             continue
         off = _size(np.float64(value) - np.float64(e))
-        beside = 3 * _size(np.float64(p) - np.float64(e)) if p.shape == e.shape else 0.0
-        if not off <= max(tolerance * _size(e) + floor, beside):
+        rounding = 3 * _size(np.float64(p) - np.float64(e)) if p.shape == e.shape else 0.0
+        if not off <= max(tolerance * _size(e) + floor, rounding):
             errors[name] = f"{off / (_size(e) or 1.0):.1e}"
     return errors
 
