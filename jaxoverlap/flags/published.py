@@ -1,9 +1,8 @@
 """Sets of XLA options that others publish for training on GPUs.
 
 Unlike `presets.py`, which has what a cluster needs, these are complete sets that claim to make a
-plain step fast: `overlap()` compiles some of them too, and takes what is fastest. Left out of each:
-what the installed XLA rejects (see `accepted`), and matmuls by cuBLAS, which pods have anyway.
-Environment variables (NCCL's, the allocator's) change no schedule. Flags that have been renamed
+plain step fast: `overlap()` compiles some of them too, and takes what is fastest. What the
+installed XLA rejects is left out of each (see `accepted`). Environment variables (NCCL's, the allocator's) change no schedule. Flags that have been renamed
 have their new names. All of it is in published.toml.
 """
 

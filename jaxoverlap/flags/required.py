@@ -44,6 +44,7 @@ _all = msgspec.toml.decode(read("required.toml"), type=dict[str, _Tried])
 _APART, _PERMUTES = _all["apart"].settings(), _all["permutes"].settings()
 RINGS = (*_APART, *_all["hops"].settings(), *_PERMUTES)
 NVLINK_STREAM = _all["nvlink_stream"].settings()
+SEEN = _all["seen"].settings()  # wherever the scheduler pass orders a step, rewritten or not
 LAYERS_AHEAD = _all["layers_ahead"].settings()  # and the threshold of gathers: a layer's bytes
 STREAMS_VARIABLE = "JAXOVERLAP_STREAMS"  # "one" keeps all collectives on one stream
 _MOST_JOINED = 30 << 20  # bytes; XLA's default
@@ -134,7 +135,7 @@ def options_for(
         return dict(CPU_SUMS_APART) if known else {}
     together = len({device.process_index for device in devices}) < len(devices)
     settings = RINGS if rings else (*_APART, *_PERMUTES) if parts else _PERMUTES
-    settings += NVLINK_STREAM if nvlink_stream else ()
+    settings += (*SEEN, *(NVLINK_STREAM if nvlink_stream else ()))
     wanted = {s.name: s.value for s in settings if together or s.name != BY_COPY}
     if joined_bytes:
         wanted |= {s.name: s.value for s in LAYERS_AHEAD} | {MOST_GATHERED: str(joined_bytes)}

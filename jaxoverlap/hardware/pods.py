@@ -213,15 +213,8 @@ def compiler_options() -> dict[str, str]:
 
 
 _WANTED_OPTIONS = {
-    # XLA finds the tiles of a Triton matmul by timing some on the GPU. With none there it takes
-    # tiny ones that no GPU would run; a call to cuBLAS stands in for what the tuning would give.
-    "xla_gpu_enable_triton_gemm": "False",
-    # XLA's own one-shot kernel for small all-reduces is a fusion, in which a reader of the
-    # schedule does not see the collective; and in jax 0.12.0 compiling one over 64 devices aborts
-    # the process.
-    "xla_gpu_experimental_use_collective_kernels": "",
-    # With nothing to time XLA compiles each kernel once more all the same, and takes it as it is:
-    # a third of a compilation.
+    # With no GPU to time kernels on, XLA compiles each once more all the same, and takes it as it
+    # is: a third of a compilation, and the same program.
     "xla_gpu_autotune_level": "0",
 }
 

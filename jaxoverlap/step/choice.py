@@ -16,7 +16,7 @@ import msgspec
 from jaxoverlap._jax import jits
 from jaxoverlap._util.text import warn
 from jaxoverlap.flags.published import COMPARED, accepted
-from jaxoverlap.flags.required import NVLINK_STREAM
+from jaxoverlap.flags.required import NVLINK_STREAM, SEEN
 from jaxoverlap.plan.plan import Plan
 from jaxoverlap.plan.speedup import CandidateName, Speedup
 from jaxoverlap.step.context import mesh_of
@@ -98,7 +98,7 @@ def _as_candidate(
         return step_program(call, other)
     plan = rings.left_alone()
     if candidate != "plain":
-        names = {setting.name for setting in NVLINK_STREAM}
+        names = {setting.name for setting in (*NVLINK_STREAM, *SEEN)}
         more = {n: v for n, v in rings.xla_options.items() if n in names}
         if candidate in COMPARED:
             more |= accepted(candidate, mesh_of(call).devices.flat[0])[0]

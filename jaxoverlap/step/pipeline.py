@@ -13,12 +13,14 @@ from jax.sharding import Sharding
 from jaxoverlap._jax import explicit, jits
 from jaxoverlap.cost.groups import groups_of
 from jaxoverlap.hardware.topology import axis_costs
-from jaxoverlap.passes.analysis.jaxprs import equations
+from jaxoverlap.passes.analysis.jaxprs import dots, equations
+from jaxoverlap.passes.analysis.matmul_collectives import behind_conversions
 from jaxoverlap.passes.analysis.mesh import unread
 from jaxoverlap.passes.analysis.partitioned import SpmdProgram
 from jaxoverlap.passes.analysis.sharding_rules import partitions_itself
 from jaxoverlap.passes.apply import apply
 from jaxoverlap.passes.edited import EditedStep
+from jaxoverlap.passes.planning.entries import with_conversions
 from jaxoverlap.passes.planning.profit import RingCosts
 from jaxoverlap.passes.planning.terms import Requests, Terms
 from jaxoverlap.passes.rewriting.pin_results import pinned_results
@@ -84,11 +86,15 @@ def run_passes(call: jits.Call, options: Options, step: StepContext | None = Non
     if step.typed is not None and edited is step.edited and not step.inferred:
         edited = step.typed.edited  # nothing is changed, so types stay
     operations = (at for at in equations(step.jaxpr) if partitions_itself(at[0]))
+    entries = done.entries
+    if laid_out is not None:
+        converted = behind_conversions(laid_out.module)
+        entries = with_conversions(entries, dots(step.jaxpr), converted)
     plan = Plan(
         step=step.params["name"],
         mesh=dict(step.mesh.shape),
         edits=edited.edits,
-        entries=done.entries,
+        entries=entries,
         **evidence_of(edited),
         sums=done.sums,
         layouts=done.layouts,

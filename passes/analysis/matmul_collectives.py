@@ -44,6 +44,24 @@ def collectives_of_sites(
     return collectives
 
 
+def behind_conversions(module: hlo.Module) -> dict[int, str]:
+    """Find the matmuls that wait for a collective only through a conversion to another dtype.
+
+    Args:
+        module: the partitioned one.
+
+    Returns:
+        The opcode of a collective by the matmul's id.
+    """
+    direct = collectives_of_sites(module, [opcode for opcode in BESIDE if opcode != "convert"])
+    opcodes = {(name, i.name): i.opcode for name, body in module.computations.items() for i in body}
+    return {
+        site: min(opcodes[place] for place in places)
+        for site, places in collectives_of_sites(module).items()
+        if places and not direct[site]
+    }
+
+
 def repeated_gathers(module: hlo.Module) -> set[Place]:
     """Find the gathers that move what another one of their computation moves too.
 

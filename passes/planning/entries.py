@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
+
+import msgspec
 
 from jaxoverlap._jax import compat
 from jaxoverlap._util.text import short_source
@@ -11,6 +13,9 @@ from jaxoverlap.passes.analysis.einsum import LETTERS, einsum_of
 from jaxoverlap.passes.analysis.jaxprs import Dot
 from jaxoverlap.plan.collectives import RING_PASSES, Kind
 from jaxoverlap.plan.decisions import Decision, Reason, Skip
+
+
+NO_COLLECTIVE = Reason("no collective")
 
 
 def source_of(dot: Dot) -> str:
@@ -57,6 +62,32 @@ def skip_of(dot: Dot, why: Reason) -> Skip:
         einsum=letters_of(dot),
         runs=dot.runs,
         why=why,
+    )
+
+
+def with_conversions(
+    entries: Sequence[Decision | Skip], dots: Sequence[Dot], converted: Mapping[int, str]
+) -> tuple[Decision | Skip, ...]:
+    """Name the conversion behind which a matmul without a collective waits for one all the same.
+
+    Args:
+        entries: of the matmuls of a step, whose batch may be split.
+        dots: the matmuls of the step without a split.
+        converted: from `behind_conversions` of its partitioned program.
+    """
+    waits = {source_of(dot): converted[dot.index] for dot in dots if dot.index in converted}
+    return tuple(
+        msgspec.structs.replace(entry, why=_behind_conversion(waits[entry.source]))
+        if isinstance(entry, Skip) and entry.why == NO_COLLECTIVE and entry.source in waits
+        else entry
+        for entry in entries
+    )
+
+
+def _behind_conversion(opcode: str) -> Reason:
+    return Reason(
+        "no ring",
+        f"a conversion to another dtype is between it and its {opcode}: no ring sees through it",
     )
 
 

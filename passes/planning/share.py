@@ -22,6 +22,7 @@ from jaxoverlap.passes.analysis.einsum import Side, Spec
 from jaxoverlap.passes.analysis.equation_order import EquationOrder
 from jaxoverlap.passes.analysis.jaxprs import Body, Dot
 from jaxoverlap.passes.analysis.reshards import End, Reshards
+from jaxoverlap.passes.planning.entries import NO_COLLECTIVE
 from jaxoverlap.passes.planning.layout import Layout, hoistable, lay_out, traffic
 from jaxoverlap.passes.planning.ring_plan import BodyRings, Hoist, Member, Ring, Value
 from jaxoverlap.passes.planning.splits import ImpliedCollective, Refusal, ShardedMatmul, Split
@@ -30,7 +31,6 @@ from jaxoverlap.plan.decisions import Reason
 Read = Callable[[Dot], ShardedMatmul | Reason]
 Specs = Sequence[Spec | None]
 Beyond = Callable[[Dot], tuple[Specs, Specs, Specs]]
-NO_COLLECTIVE = Reason("no collective")
 NO_RINGS = Reason("not ringed", "this plan has no rings")
 _View = tuple[Member, ShardedMatmul]
 

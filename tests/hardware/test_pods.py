@@ -226,7 +226,7 @@ def test_every_chip_compiles_to_a_schedule(chip):
     """Topologies of several chips live side by side in one process."""
     text = compile_matmul(pod_mesh(f"{chip}:2x2", {"fsdp": 2, "tp": 2}), "fsdp", "tp")
     assert "is_scheduled=true" in text
-    assert "__cublas" in text, "the matmul is a library call"
+    assert "__cublas" in text or "__triton" in text, "the matmul is a kernel"
     assert "all-reduce" in text, "the contraction runs over tp"
 
 
@@ -234,8 +234,7 @@ def test_every_chip_compiles_to_a_schedule(chip):
 @pytest.mark.pods
 def test_options_are_the_compilers_own():
     options = compiler_options()
-    assert options["xla_gpu_enable_triton_gemm"] == "False"
-    assert set(options) <= set(pods._WANTED_OPTIONS)
+    assert options == {"xla_gpu_autotune_level": "0"}, "what XLA decides is as in a user's compile"
     options.clear()
     assert compiler_options(), "the caller's copy is the caller's"
     device = pod_mesh("h100-sxm:1x2", {"x": 2}).devices.flat[0]

@@ -172,7 +172,7 @@ class TestCompiled:
 @pytest.mark.pods
 @for_pods[1]
 def test_collectives_inside_xlas_own_kernels_are_seen():
-    """By XLA's defaults a small sum is a fusion, which `compiler_options()` switches off."""
+    """By XLA's defaults a small sum is a fusion; an option makes it a collective."""
     mesh = jaxoverlap.pod_mesh("h100-sxm:1x8", {"x": 8})
 
     def array(shape, *spec):
@@ -186,8 +186,8 @@ def test_collectives_inside_xlas_own_kernels_are_seen():
     weights = [(array((1024, 8192), None, "x"), array((8192, 1024), "x"))] * 2
     step = jax.jit(layers).lower(array((512, 1024)), weights)
     options = pods.compiler_options()
-    whole = step.compile(options)
-    fused = step.compile({n: v for n, v in options.items() if "collective_kernels" not in n})
+    whole = step.compile({**options, "xla_gpu_experimental_use_collective_kernels": ""})
+    fused = step.compile(options)
     assert "__triton_collective" in fused.as_text()
     for text in (fused, whole):
         assert jaxoverlap.audit(text).total.count == 2

@@ -13,7 +13,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jaxoverlap
-from jaxoverlap.flags.required import NVLINK_STREAM
+from jaxoverlap.flags.required import NVLINK_STREAM, SEEN
 from jaxoverlap.hardware.pods import compiler_options
 from jaxoverlap.simulation import hlo
 from jaxoverlap.simulation.audit import collectives
@@ -28,6 +28,7 @@ pytestmark = [*pods, pytest.mark.filterwarnings("ignore:overlap.. rewrites nothi
 
 ONE: dict[str, str] = {}
 BY_DOMAIN = {s.name: s.value for s in NVLINK_STREAM}
+AS_COLLECTIVES = {s.name: s.value for s in SEEN}  # thunks of XLA's own kernels name no collective
 IN_TURNS = {MULTI_STREAMING: "True"}
 OPTIONS = {"one": ONE, "by domain": BY_DOMAIN, "in turns": IN_TURNS, "both": BY_DOMAIN | IN_TURNS}
 WAYS = {
@@ -64,7 +65,8 @@ def compiled(request: pytest.FixtureRequest, tmp_path_factory) -> tuple[hlo.Modu
     """A scheduled module, and the folder with what XLA launches of it."""
     way, name = request.param
     folder = tmp_path_factory.mktemp("dump")
-    options = {**compiler_options(), **OPTIONS[name], **thunks.DUMP, "xla_dump_to": str(folder)}
+    options = {**compiler_options(), **AS_COLLECTIVES, **OPTIONS[name], **thunks.DUMP}
+    options["xla_dump_to"] = str(folder)
     text = lowered(way).compile(options).as_text() or ""
     return scheduled_module(text, multi_streaming=MULTI_STREAMING in OPTIONS[name]), folder
 

@@ -1,0 +1,67 @@
+"""What is called plain is the user's own compile; what its matmuls wait for is named."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import jaxoverlap
+from tests.support.pods import pytestmark  # noqa: F401 - marks every test of this file
+
+POD = "h100-sxm:1x8"
+
+
+@pytest.fixture(scope="module")
+def layer():
+    """A layer whose activation XLA's Triton kernels compute with the matmul before it."""
+    mesh = jaxoverlap.pod_mesh(POD, {"tp": 8})
+
+    def on(*spec):
+        return NamedSharding(mesh, P(*spec))
+
+    def step(x, up, down):
+        hidden = jax.nn.gelu(jax.lax.with_sharding_constraint(x @ up, on(None, "tp")))
+        return jax.lax.with_sharding_constraint(hidden @ down, on("tp")).astype(jnp.float32).sum()
+
+    def array(*shape, spec=()):
+        return jax.ShapeDtypeStruct(shape, jnp.bfloat16, sharding=on(*spec))
+
+    weights = array(4096, 16384, spec=(None, "tp")), array(16384, 4096, spec=("tp",))
+    return jax.jit(step), (array(8192, 4096, spec=("tp",)), *weights)
+
+
+def test_plain_takes_the_seconds_of_the_users_own_compile(layer):
+    step, args = layer
+    own = step.lower(*args).compile()
+    assert "__triton_nested_gemm_fusion" in own.as_text(), "XLA's default, without our options"
+    speedup = jaxoverlap.overlap(step).lower(*args).compile().speedup
+    assert speedup is not None
+    assert speedup.plain_s == jaxoverlap.simulate(own, POD).step_s
+
+
+@pytest.mark.parametrize("first", ["gather", "conversion"])
+def test_a_gather_behind_a_conversion_is_no_matmul_without_a_collective(first):
+    mesh = jaxoverlap.pod_mesh(POD, {"fsdp": 8})
+    whole, sharded = NamedSharding(mesh, P()), NamedSharding(mesh, P("fsdp"))
+
+    @jax.jit
+    def step(x, w):
+        if first == "gather":
+            w = jax.lax.with_sharding_constraint(w, whole).astype(jnp.float32)
+        else:
+            w = jax.lax.with_sharding_constraint(w.astype(jnp.float32), whole)
+        return x @ w, x @ jnp.ones((64, 8))
+
+    x = jax.ShapeDtypeStruct((64, 64), jnp.float32, sharding=sharded)
+    w = jax.ShapeDtypeStruct((64, 64), jnp.bfloat16, sharding=sharded)
+    plan = jaxoverlap.overlap(step).explain(x, w)
+    assert [(skip.why.code, skip.idle) for skip in plan.skips] == [
+        ("no ring", False),
+        ("no collective", True),
+    ]
+    assert plan.skips[0].reason == (
+        "a conversion to another dtype is between it and its all-gather: no ring sees through it"
+    )
