@@ -2,8 +2,9 @@
 
 Unlike `presets.py`, which has what a cluster needs, these are complete sets that claim to make a
 plain step fast: `overlap()` compiles some of them too, and takes what is fastest. What the
-installed XLA rejects is left out of each (see `accepted`). Environment variables (NCCL's, the allocator's) change no schedule. Flags that have been renamed
-have their new names. All of it is in published.toml.
+installed XLA rejects is left out of each (see `accepted`). Environment variables (NCCL's, the
+allocator's) change no schedule. Flags that have been renamed have their new names. All of it is in
+published.toml.
 """
 
 from __future__ import annotations

@@ -14,7 +14,6 @@ from jaxoverlap.passes.analysis.jaxprs import Dot
 from jaxoverlap.plan.collectives import RING_PASSES, Kind
 from jaxoverlap.plan.decisions import Decision, Reason, Skip
 
-
 NO_COLLECTIVE = Reason("no collective")
 
 
