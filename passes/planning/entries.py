@@ -74,10 +74,16 @@ def with_conversions(
         dots: the matmuls of the step without a split.
         converted: from `behind_conversions` of its partitioned program.
     """
-    waits = {source_of(dot): converted[dot.index] for dot in dots if dot.index in converted}
+    waits = {
+        (source_of(dot), letters_of(dot)): converted[dot.index]
+        for dot in dots
+        if dot.index in converted
+    }
     return tuple(
-        msgspec.structs.replace(entry, why=_behind_conversion(waits[entry.source]))
-        if isinstance(entry, Skip) and entry.why == NO_COLLECTIVE and entry.source in waits
+        msgspec.structs.replace(entry, why=_behind_conversion(waits[entry.source, entry.einsum]))
+        if isinstance(entry, Skip)
+        and entry.why == NO_COLLECTIVE
+        and (entry.source, entry.einsum) in waits
         else entry
         for entry in entries
     )

@@ -53,7 +53,8 @@ def test_a_gather_behind_a_conversion_is_no_matmul_without_a_collective(first):
             w = jax.lax.with_sharding_constraint(w, whole).astype(jnp.float32)
         else:
             w = jax.lax.with_sharding_constraint(w.astype(jnp.float32), whole)
-        return x @ w, x @ jnp.ones((8192, 8))
+        y = x @ w
+        return y, x @ jnp.ones((8192, 8))
 
     x = jax.ShapeDtypeStruct((2048, 8192), jnp.float32, sharding=sharded)
     w = jax.ShapeDtypeStruct((8192, 8192), jnp.bfloat16, sharding=sharded)
