@@ -13,6 +13,8 @@ from jaxoverlap.simulation.audit import Collective, collectives
 from jaxoverlap.simulation.device_groups import axes_of
 
 _Way = tuple[str, ...]
+_MOVED_NARROW = ("all-gather", "all-to-all", "collective-permute")
+_VIEWS = ("reshape", "bitcast", "transpose", "copy")
 _BY_PARTITIONER = 'is_spmd_generated="true"'
 
 
@@ -52,16 +54,66 @@ def _last(op_name: str) -> str:
 
 
 def moved(module: hlo.Module) -> Iterator[Collective]:
-    """Yield a partitioned module's collectives; an all-reduce that is only sliced is a scatter."""
+    """Yield a partitioned module's collectives, as XLA:GPU makes them after the partitioner.
+
+    An all-reduce that is only sliced is a scatter; what is converted before or after it is moved
+    travels in the narrower dtype.
+    """
     scattered = {
         (name, reduced)
         for name, body in module.computations.items()
         for reduced in _scattered(body)
     }
+    narrowed = {
+        (name, converted): times
+        for name, body in module.computations.items()
+        for converted, times in _narrowed(body)
+    }
     for c in collectives(module):
         if (c.computation, c.name) in scattered:
             c = replace(c, kind="reduce-scatter", bytes_moved=c.bytes_moved // 2)
-        yield c
+        times = narrowed.get((c.computation, c.name), 1)
+        yield replace(c, bytes_moved=c.bytes_moved // times) if times > 1 else c
+
+
+def _narrowed(body: tuple[hlo.Instruction, ...]) -> Iterator[tuple[str, int]]:
+    """Yield the collectives that move a converted value, and how many times narrower it could be.
+
+    XLA's CollectiveQuantizer and its movers of conversions gather before they widen, and narrow
+    before they gather; also through the views between.
+    """
+    users, made = hlo.users(body), {i.name: i for i in body}
+    for i in body:
+        if i.opcode in _MOVED_NARROW and len(i.operands) == 1:
+            before = _widened(made[i.operands[0].partition("#")[0]], made)
+            after = min((_narrowing(user, users, made) for user in users[i.name]), default=1)
+            if (times := max(before, after)) > 1:
+                yield i.name, times
+
+
+def _widened(operand: hlo.Instruction, made: Mapping[str, hlo.Instruction]) -> int:
+    """Return by how many times a collective's operand was widened before; 1 if it was not."""
+    while operand.opcode in _VIEWS:
+        operand = made[operand.operands[0].partition("#")[0]]
+    return 1 if operand.opcode != "convert" else max(1, _times(operand, made, wider=True))
+
+
+def _narrowing(
+    user: hlo.Instruction,
+    users: Mapping[str, list[hlo.Instruction]],
+    made: Mapping[str, hlo.Instruction],
+) -> int:
+    """Return by how many times a reader narrows a value; 1 if it does not."""
+    while user.opcode in _VIEWS and len(users[user.name]) == 1:
+        (user,) = users[user.name]
+    return 1 if user.opcode != "convert" else max(1, _times(user, made, wider=False))
+
+
+def _times(convert: hlo.Instruction, made: Mapping[str, hlo.Instruction], *, wider: bool) -> int:
+    """Return by how many times a conversion widens, or narrows."""
+    before = hlo.shape_bytes(made[convert.operands[0].partition("#")[0]].shape)
+    after = hlo.shape_bytes(convert.shape)
+    return after // before if wider else before // after
 
 
 def _scattered(body: tuple[hlo.Instruction, ...]) -> Iterator[str]:
