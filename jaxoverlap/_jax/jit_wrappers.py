@@ -7,9 +7,13 @@ from __future__ import annotations
 
 import copy
 import functools
+import operator
+import sys
 import types
 from collections.abc import Callable
 from typing import Any, NamedTuple
+
+import jax
 
 from jaxoverlap._jax import jits
 
@@ -43,6 +47,49 @@ def find_jit(fn: Any) -> WrappedJit | None:
     if jits.is_jitted(inside) and not isinstance(fn, types.FunctionType):
         return WrappedJit(inside, functools.partial(_twin, fn, _twin_class(fn)))
     return None
+
+
+def jitted_alone(fn: Callable[..., Any]) -> WrappedJit:
+    """Jit a function that is not jitted, by `jax.jit` without options.
+
+    `jax.jit` hands it copies of its arguments' containers, so what it changes in them would be
+    lost without a word. So such a function is refused when it is traced.
+    """
+
+    @functools.wraps(fn)
+    def unchanging(*args: Any, **kwargs: Any) -> Any:
+        _refuse_graphs(fn, (args, kwargs))
+        before, structure = jax.tree.flatten((args, kwargs))
+        results = fn(*args, **kwargs)
+        after, changed = jax.tree.flatten((args, kwargs))
+        if changed != structure or any(map(operator.is_not, before, after)):
+            raise ValueError(
+                f"{_name(fn)} is not jitted, and changes an argument in place: jax.jit, which "
+                "overlap() would put around it, loses that. Return what changes; or jit the "
+                "function by what keeps it (flax's nnx.jit), inside overlap()"
+            )
+        return results
+
+    return WrappedJit(jax.jit(unchanging), lambda new: new)
+
+
+def _refuse_graphs(fn: Callable[..., Any], arguments: Any) -> None:
+    """Refuse flax's nnx modules and optimizers: `jax.jit` would lose their updates."""
+    nnx = sys.modules.get("flax.nnx")
+    if nnx is None:
+        return
+    graph = getattr(nnx, "Pytree", None) or nnx.Object  # its name before flax 0.12
+    leaves = jax.tree.leaves(arguments, is_leaf=lambda x: isinstance(x, (graph, nnx.State)))
+    if objects := [type(leaf).__name__ for leaf in leaves if isinstance(leaf, graph)]:
+        raise ValueError(
+            f"{_name(fn)} takes nnx objects ({', '.join(dict.fromkeys(objects))}) and is not "
+            "jitted itself: jax.jit, which overlap() would put around it, loses their updates. "
+            "Jit it by flax's nnx.jit, inside: overlap(nnx.jit(step))"
+        )
+
+
+def _name(fn: Callable[..., Any]) -> str:
+    return getattr(fn, "__name__", repr(fn))
 
 
 def arguments_reach(

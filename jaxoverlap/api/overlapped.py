@@ -13,7 +13,7 @@ import jax
 import msgspec
 
 from jaxoverlap._jax import fused_attention, jits
-from jaxoverlap._jax.jit_wrappers import WrappedJit, arguments_reach, find_jit
+from jaxoverlap._jax.jit_wrappers import arguments_reach, find_jit, jitted_alone
 from jaxoverlap._util.text import warn
 from jaxoverlap.hardware import hosts
 from jaxoverlap.hardware.pods import capability_of, is_pod
@@ -72,7 +72,7 @@ class Overlapped:
             )
         hosts.announce()  # so that one process may explain a step before the others come to it
         self._fn = fn
-        self._wrapped_jit = wrapped_jit or WrappedJit(jax.jit(fn), lambda new: new)
+        self._wrapped_jit = wrapped_jit or jitted_alone(fn)
         self._jitted: Any = self._wrapped_jit.jitted
         self._options = options
         self._tuning = tuning
