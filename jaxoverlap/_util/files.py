@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import os
 import secrets
+import tempfile
 from collections.abc import Mapping
 from importlib import resources
 from pathlib import Path
@@ -38,6 +39,26 @@ def write_atomically(path: str | os.PathLike[str], text: str) -> None:
     finally:
         temporary.unlink(missing_ok=True)
     _sync_folder(path.parent)
+
+
+def check_writable(*paths: str | os.PathLike[str] | None) -> None:
+    """Check, before anything takes time, that files can be written where they are to be.
+
+    Raises:
+        ValueError: if the folder of one is missing or takes no new file, or one is a folder.
+    """
+    for path in (Path(path) for path in paths if path is not None):
+        if path.is_dir():
+            raise ValueError(f"{path} is a folder: name a file to write")
+        if not path.parent.is_dir():
+            raise ValueError(f"{path}: there is no folder {path.parent}; make it first")
+        try:
+            with tempfile.TemporaryFile(dir=path.parent):
+                pass
+            if path.exists():
+                path.open("a").close()
+        except OSError as error:
+            raise ValueError(f"{path} cannot be written: {error}; name another file") from error
 
 
 def _sync_folder(folder: Path) -> None:

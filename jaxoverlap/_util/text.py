@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import io
+import re
 import warnings
 from collections.abc import Iterable, Iterator, Sequence
 from contextvars import ContextVar
@@ -14,6 +15,7 @@ from rich.console import Console
 from rich.table import Table
 
 WIDTH = 160  # columns of a table, where nothing else is set
+_SOURCE_LINE = re.compile(r"\S+:\d+")
 _width = ContextVar("table width", default=WIDTH)
 
 
@@ -42,14 +44,24 @@ def table(
 ) -> str:
     """A table as plain text; the columns named in `right` are right-aligned.
 
+    Numbers, and the lines that a column "source" names, are never broken.
+
     Args:
         width: columns at most; None: as `tables_of_width` set it, else `WIDTH`.
     """
     grid = Table(
         title=title, title_justify="left", title_style="", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0)
     )
-    for column in columns:
-        grid.add_column(column, justify="right" if column in right else "left", overflow="fold")
+    rows = list(rows)
+    for number, column in enumerate(columns):
+        lines = (line for row in rows for line in _SOURCE_LINE.findall(row[number]))
+        grid.add_column(
+            column,
+            justify="right" if column in right else "left",
+            overflow="fold",
+            no_wrap=column in right,
+            min_width=max(map(len, lines), default=None) if column == "source" else None,
+        )
     for row in rows:
         grid.add_row(*row)
     out = io.StringIO()

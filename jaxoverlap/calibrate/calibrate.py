@@ -10,7 +10,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import datetime
-import os
 import re
 from collections.abc import Sequence
 from pathlib import Path
@@ -21,6 +20,7 @@ from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 
+from jaxoverlap._util.files import check_writable, write_atomically
 from jaxoverlap.calibrate import from_profile, this_machine
 from jaxoverlap.calibrate.this_machine import USUAL
 from jaxoverlap.cost import find
@@ -41,9 +41,7 @@ def write(tables: ChipTables, path: Path) -> None:
             return
     text = msgspec.json.format(msgspec.json.encode(tables), indent=1).decode()
     text = re.sub(r"\[[^\[\]{}]*\]", lambda match: re.sub(r"\s+", " ", match.group()), text)
-    part = path.with_name(f"{path.name}.part{os.getpid()}")
-    part.write_text(text + "\n")
-    os.replace(part, path)
+    write_atomically(path, text + "\n")
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -66,6 +64,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
     own.add_argument("--prices", type=Path, metavar="FILE", help="correct this price file instead")
     own.add_argument("--out", type=Path, metavar="FILE", help="for overlap(prices=FILE)")
     options = parser.parse_args(arguments)
+    try:
+        check_writable(options.here, options.out)
+    except ValueError as error:
+        parser.error(str(error))
     if not options.from_profile and (options.pod or options.prices or options.out):
         parser.error("--pod, --prices and --out go with --from-profile")
     if options.from_profile:

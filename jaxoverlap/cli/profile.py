@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import msgspec
 import typer
 
+from jaxoverlap._util.files import check_writable
 from jaxoverlap.cli.shell.errors import NO, OK
 from jaxoverlap.cli.shell.options import (
     Html,
@@ -15,7 +16,6 @@ from jaxoverlap.cli.shell.options import (
     Perfetto,
     Processes,
     Svg,
-    check_folders,
     with_processes,
 )
 from jaxoverlap.cli.shell.output import command, say, show_json, working, write_pictures
@@ -65,7 +65,7 @@ def profile(
 
     Exit code 1 if a smaller share of the communication time than --at-least was.
     """
-    check_folders(html, svg, perfetto)
+    check_writable(html, svg, perfetto)
     if hlo is not None and not hlo.is_file():
         raise ValueError(f"--hlo {hlo}: there is no such file")
     if not path.exists():

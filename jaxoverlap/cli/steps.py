@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import msgspec
 import typer
 
+from jaxoverlap._util.files import check_writable
 from jaxoverlap.cli.shell.errors import NO, OK
 from jaxoverlap.cli.shell.options import (
     Axes,
@@ -17,7 +18,6 @@ from jaxoverlap.cli.shell.options import (
     Processes,
     Step,
     Svg,
-    check_folders,
     checked,
 )
 from jaxoverlap.cli.shell.output import command, say, show_json, working, write_pictures
@@ -155,7 +155,7 @@ def simulate(
 
     Exit code 1 if a smaller share of the communication time than --at-least is hidden.
     """
-    check_folders(html, svg, perfetto)
+    check_writable(html, svg, perfetto)
     pod = checked(step, pod, axes, processes)
     built = _built(step, pod, axes)
     with working(f"compiling {step} for {pod}, overlapped"):

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from jaxoverlap._util.files import check_writable
 from jaxoverlap.cli.shell.errors import NO, OK
 from jaxoverlap.cli.shell.options import Axes, Json, Processes, Step, checked, parse_axes
 from jaxoverlap.cli.shell.output import command, say, show_json, working
@@ -43,8 +44,7 @@ def tune(
     Shows what was tried on stderr. Exit code 1 if nothing is faster than the original step; the
     plan then leaves the step as it is. Ctrl-C ends it; another run goes on with what was tried.
     """
-    if not out.parent.is_dir():
-        raise ValueError(f"--out {out}: there is no folder {out.parent}; make it first")
+    check_writable(out)
     if pod is not None:
         pod = checked(step, pod, axes, processes)
     elif processes is not None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
@@ -24,10 +25,17 @@ class _Spent(ProgressColumn):
 
 @contextmanager
 def progress(budget_s: float, *, console: Console) -> Iterator[Callable[[Tried], None]]:
-    """Show how many candidates were tried, and the fastest; yields a function to call with each."""
+    """Show how many candidates were tried, and the fastest; yields a function to call with each.
+
+    Where the console is no terminal, each is a line.
+    """
+    first = f"{budget_s:.0f} s, after the original step and overlap()'s own choice are compiled"
+    began = time.monotonic()
+    if not console.is_terminal:
+        console.out(f"tuning for {first}", highlight=False)
     columns = (_Spent(), TimeElapsedColumn(), TextColumn("{task.description}"))
     with Progress(*columns, console=console, transient=True) as shown:
-        row = shown.add_task(f"of {budget_s:.0f} s", total=budget_s)
+        row = shown.add_task(f"of {first}", total=budget_s)
         count, best = 0, (float("inf"), "")
 
         def show(tried: Tried) -> None:
@@ -37,6 +45,9 @@ def progress(budget_s: float, *, console: Console) -> Iterator[Callable[[Tried],
                 best = min(best, (tried.result.step_s, tried.candidate.name))
             fastest = f"; {best[0] * 1e3:.1f} ms: {best[1]}" if best[1] else ""
             shown.update(row, description=f"of {budget_s:.0f} s; {count} tried{fastest}")
+            if not console.is_terminal:
+                spent = f"{time.monotonic() - began:.0f} s: {tried.candidate.name}"
+                console.out(f"{spent}; {count} tried{fastest}", highlight=False)
 
         yield show
 

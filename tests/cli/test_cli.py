@@ -212,6 +212,8 @@ def test_processes_of_a_host_are_said_by_an_option_or_after_a_slash():
             "--processes-per-host describes the hosts of a --pod",
         ),
         (("simulate", "x", *POD, "--html", "/no/such/folder/x.html"), "there is no folder"),
+        (("simulate", "x", *POD, "--svg", "/proc/x.svg"), "cannot be written"),
+        (("profile", ".", "--pod", "h100-sxm:1x8", "--perfetto", "/proc/x"), "cannot be written"),
     ],
 )
 def test_a_mistake_is_a_line_and_code_2(arguments: tuple[str, ...], says: str):

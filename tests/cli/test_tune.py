@@ -82,7 +82,16 @@ class TestPods:
         again = CliRunner().invoke(
             app, ["tune", "tests.support.build_step", *POD, "--budget", "0.1", *where]
         )
-        assert again.exit_code == done.exit_code and again.stderr.strip() == done.stderr.strip()
+        *progress, table = done.stderr.strip().split("tuning for")[1:]
+        assert again.exit_code == done.exit_code
+        assert again.stderr.strip() == f"tuning for{table}"
+        assert len(progress) == 1, "it says at once what it begins with"
+        first, *tried = progress[0].splitlines()
+        assert first == " 0 s, after the original step and overlap()'s own choice are compiled"
+        assert [line.partition(": ")[2].partition(";")[0] for line in tried if line] == [
+            "plain",
+            "rules",
+        ]
         plan, printed = Plan.read(folder / "mine.json"), json.loads(again.stdout)
         assert Plan.read(folder / "again.json") == plan
         assert printed["plan"] == f"{folder}/again.json"
@@ -122,6 +131,7 @@ def test_by_the_clock_where_nothing_is_known(tmp_path: Path):
             ("tests.support.build_step", *POD, "--out", "/no/such/folder/p.json"),
             "there is no folder",
         ),
+        (("tests.support.build_step", *POD, "--out", "/proc/p.json"), "cannot be written"),
         (("tests.support.build_step", "--pod", "h100-sxm:1x8"), "Missing option '--mesh'"),
     ],
 )

@@ -98,14 +98,3 @@ def parse_axes(text: str) -> dict[str, int]:
     if len(axes) != len(parts) or not all(axes):
         raise ValueError(f"--mesh {text!r}: expected axes and their sizes, as in data=8,model=8")
     return axes
-
-
-def check_folders(*files: Path | None) -> None:
-    """Check, before anything takes time, that files can be written where they are to be.
-
-    Raises:
-        ValueError: if the folder of one is missing.
-    """
-    for file in files:
-        if file is not None and not file.parent.is_dir():
-            raise ValueError(f"{file}: there is no folder {file.parent}; make it first")

@@ -13,6 +13,7 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
+from jaxoverlap._util.files import write_atomically
 from jaxoverlap._util.text import human_bytes
 from jaxoverlap.simulation.report.style import (
     COLOURS,
@@ -49,7 +50,7 @@ def write_page(path: str | Path, timelines: Mapping[str, Timeline], *, title: st
     text = json.dumps(data, separators=(",", ":")).replace("<", "\\u003c")  # no tag ends in data
     page = resources.files("jaxoverlap.simulation.report").joinpath("page.html").read_text()
     page = page.replace("{{title}}", escape(title)).replace("{{data}}", text)
-    Path(path).write_text(page)
+    write_atomically(path, page)
 
 
 class _Words:

@@ -10,6 +10,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from jaxoverlap._util.files import write_atomically
 from jaxoverlap.simulation.report.style import detail, lanes_of
 from jaxoverlap.simulation.report.unroll import unrolled
 from jaxoverlap.simulation.timeline import Event, Timeline
@@ -23,7 +24,7 @@ def write_perfetto(path: str | Path, timelines: Mapping[str, Timeline]) -> None:
         events += _names(process, name, lanes)
         events += [_event(process, lanes, event) for event in unrolled(timeline)]
     trace = {"traceEvents": events, "displayTimeUnit": "ms"}
-    Path(path).write_text(json.dumps(trace, separators=(",", ":")))
+    write_atomically(path, json.dumps(trace, separators=(",", ":")))
 
 
 def _names(process: int, name: str, lanes: tuple[str, ...]) -> Iterator[dict[str, Any]]:

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from html import escape
 from pathlib import Path
 
+from jaxoverlap._util.files import write_atomically
 from jaxoverlap.simulation.report.style import (
     COLOURS,
     detail,
@@ -50,7 +51,7 @@ def write_svg(path: str | Path, timelines: Mapping[str, Timeline]) -> None:
     for index, (name, timeline) in enumerate(timelines.items()):
         lines.append(f'<g transform="translate({_LEFT},{top + index * panel})">')
         lines += [*_panel(name, timeline, scale, lanes), "</g>"]
-    Path(path).write_text("\n".join([*lines, "</svg>\n"]))
+    write_atomically(path, "\n".join([*lines, "</svg>\n"]))
 
 
 def _legend(legend: Sequence[tuple[str, str]]) -> tuple[list[str], int]:
