@@ -222,7 +222,7 @@ class Overlapped:
             lowered_as(call, program),
             program.plan,
             self._wrapped_jit,
-            program.cluster,
+            program.cost or program.cluster,
             program.ordering,
             comparison=comparison,
             speedup=program.speedup or predicted(program.plan),

@@ -11,6 +11,7 @@ import jax
 from jaxoverlap._jax.jit_wrappers import WrappedJit
 from jaxoverlap._jax.jobs import peak_bytes
 from jaxoverlap._util.text import first_line, warn
+from jaxoverlap.cost.find import cost_model
 from jaxoverlap.cost.model import CostModel
 from jaxoverlap.hardware.cluster import Cluster, parse_cluster
 from jaxoverlap.hardware.pods import cannot_run, mesh_of_compiled
@@ -36,7 +37,7 @@ class Lowered:
         lowered: jax.stages.Lowered,
         plan: Plan | None,
         wrapped_jit: WrappedJit,
-        cluster: Cluster | None,
+        cluster: Cluster | CostModel | None,
         ordering: SchedulerPass | None,
         *,
         comparison: Comparison | None = None,
@@ -137,7 +138,7 @@ class Compiled:
         compiled: jax.stages.Compiled,
         plan: Plan | None,
         wrapped_jit: WrappedJit,
-        cluster: Cluster | None,
+        cluster: Cluster | CostModel | None,
         schedule: Scheduled | None,
         speedup: Speedup | None = None,
     ):
@@ -183,16 +184,17 @@ class Compiled:
         """Simulate the step on a cluster, by `jaxoverlap.simulate`, to get its seconds.
 
         Args:
-            cluster: as for `jaxoverlap.simulate`. Default: the one that `overlap` was given, or
-                the one that the step's GPUs form.
+            cluster: as for `jaxoverlap.simulate`. Default: what the step was decided by, as the
+                price file or the cluster that `overlap` was given; else what its GPUs form.
             multi_streaming: as for `jaxoverlap.simulate`.
 
         Raises:
             ValueError: if no cluster is known, or `simulate` refuses it.
         """
-        cluster = cluster or self._cluster
         if isinstance(cluster, str):
             cluster = parse_cluster(cluster)
+        own = self._cluster
+        cluster = own if cluster is None else cluster
         if cluster is None:
             raise ValueError(
                 "simulate() knows no cluster: name the GPUs, as in "
@@ -200,7 +202,9 @@ class Compiled:
             )
         step: Any = self
         simulation = simulate(step, cluster, multi_streaming=multi_streaming)
-        return replace(simulation, speedup=self.speedup) if cluster == self._cluster else simulation
+        named = isinstance(own, CostModel) and cluster == own.cluster
+        is_own = cluster is own or (named and cost_model(own.cluster) == own)
+        return replace(simulation, speedup=self.speedup) if is_own else simulation
 
     def __getattr__(self, name: str) -> Any:
         # JAX asks stages for private parts of theirs: jax.experimental.serialize_executable does.

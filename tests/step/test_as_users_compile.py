@@ -1,21 +1,26 @@
-"""What is called plain is the user's own compile; what its matmuls wait for is named."""
+"""What a user sees of a step is of one kind: plain, prices, and what matmuls wait for."""
 
 from __future__ import annotations
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
+import msgspec
 import pytest
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jaxoverlap
+from jaxoverlap.calibrate import calibrate
+from jaxoverlap.cost import tables as measured
 from tests.support.pods import pytestmark  # noqa: F401 - marks every test of this file
 
 POD = "h100-sxm:1x8"
 
 
 @pytest.fixture(scope="module")
-def layer():
+def layer() -> Any:
     """A layer whose activation XLA's Triton kernels compute with the matmul before it."""
     mesh = jaxoverlap.pod_mesh(POD, {"tp": 8})
 
@@ -33,7 +38,7 @@ def layer():
     return jax.jit(step), (array(8192, 4096, spec=("tp",)), *weights)
 
 
-def test_plain_takes_the_seconds_of_the_users_own_compile(layer):
+def test_plain_takes_the_seconds_of_the_users_own_compile(layer: Any):
     step, args = layer
     own = step.lower(*args).compile()
     assert "__triton_nested_gemm_fusion" in own.as_text(), "XLA's default, without our options"
@@ -66,3 +71,18 @@ def test_a_gather_behind_a_conversion_is_no_matmul_without_a_collective(first):
     assert plan.skips[0].reason == (
         "a conversion to another dtype is between it and its all-gather: no ring sees through it"
     )
+
+
+def test_a_step_that_a_price_file_decided_is_simulated_by_it(layer: Any, tmp_path):
+    step, args = layer
+    tables = measured.packaged("h100-sxm")
+    assert tables is not None
+    slow = msgspec.structs.replace(tables.scaled({"matmul": 3.0}), profiled=(POD, {}))
+    calibrate.write(slow, tmp_path / "prices.json")
+    compiled = jaxoverlap.overlap(step, prices=tmp_path / "prices.json").lower(*args).compile()
+    simulated, usual = compiled.simulate(), compiled.simulate(POD)
+    assert simulated.step_s == compiled.speedup.step_s > 1.5 * usual.step_s
+    assert simulated.speedup == compiled.speedup
+    assert usual.speedup is None, "that is of other prices"
+    again = jaxoverlap.overlap(step).lower(*args).compile()
+    assert again.simulate(POD).speedup == again.simulate().speedup == again.speedup
