@@ -9,7 +9,9 @@ from typing import Any
 
 import jax
 
+from jaxoverlap._jax.jit_wrappers import arguments_reach, find_jit, jitted_alone
 from jaxoverlap._util.text import first_line, table
+from jaxoverlap.api import Overlapped
 from jaxoverlap.cli.configure_model import simulated_costs
 from jaxoverlap.cli.shell.output import working
 from jaxoverlap.cli.shell.target import Target, target
@@ -116,10 +118,9 @@ def _recorded(one: Ranked, evaluate: Callable[..., Ranked], *arguments: Any) -> 
 
 def _estimated(step: str, pod: str, one: Ranked) -> Ranked:
     built = _built(step, pod, one.axes)
-    jitted: Any = built.step if hasattr(built.step, "trace") else jax.jit(built.step)
-    traced = jitted.trace(*built.args)
-    leaves = jax.tree.leaves(built.args)
-    meshes = [leaf.sharding.mesh for leaf in leaves if hasattr(leaf.sharding, "mesh")]
+    traced = _traced(built)
+    shardings = (getattr(leaf, "sharding", None) for leaf in jax.tree.leaves(built.args))
+    meshes = [sharding.mesh for sharding in shardings if hasattr(sharding, "mesh")]
     if not meshes:
         raise ValueError("no argument has a sharding: give jax.ShapeDtypeStructs with shardings")
     partitioned_step = partitioned(traced, traced.jaxpr, meshes[0], ask=False)
@@ -127,6 +128,14 @@ def _estimated(step: str, pod: str, one: Ranked) -> Ranked:
     return replace(
         one, estimated_s=seconds, estimated_bytes=estimated_peak_bytes(partitioned_step.module)
     )
+
+
+def _traced(built: Target) -> jax.stages.Traced:
+    """Trace the step as it is; of one that holds its jit inside, as `nnx.jit` does, that jit."""
+    if isinstance(built.step, Overlapped):
+        return built.step.trace(*built.args)
+    wrapped = find_jit(built.step) or jitted_alone(built.step)
+    return arguments_reach(wrapped, wrapped.jitted.trace, built.args, {})
 
 
 def _compiled(step: str, pod: str, one: Ranked) -> Ranked:

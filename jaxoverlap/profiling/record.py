@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import os
 import tempfile
 from collections.abc import Callable
@@ -12,6 +13,7 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import multihost_utils
 
+from jaxoverlap._jax.jit_wrappers import arguments_reach, find_jit
 from jaxoverlap._util.expect import expect, is_integer
 from jaxoverlap.cost.find import cost_model, has_packaged_tables
 from jaxoverlap.hardware.pods import cannot_run, mesh_among, mesh_of_compiled
@@ -45,7 +47,8 @@ def profile(
         step: a step, jitted, overlapped or compiled; or the path of a profile: an xplane.pb, a
             Chrome trace (.trace.json.gz), or a folder with those of one profile in it, of one
             process or of several.
-        args: its arguments. Arrays that it donates are copied before each run, so that yours live.
+        args: its arguments. Arrays that it donates, and modules that `nnx.jit` changes, are copied
+            before each run, so that yours stay as they are.
         steps: how often to run it; default: 5.
         cluster: where it runs, as `jaxoverlap.simulate` takes it, to print the simulated seconds
             next to the measured ones. Default: what the devices say they are, if the package
@@ -108,12 +111,16 @@ def _record(
 ) -> None:
     """Run a step under the profiler, after a run that is not in it."""
     donated = _donated(step, args, kwargs)
+    structure = jax.tree.structure((args, kwargs))
     options = jax.profiler.ProfileOptions()
     options.python_tracer_level = _PYTHON_OFF
 
     def run() -> None:
-        given, named = jax.block_until_ready(jax.tree.map(_fresh, (args, kwargs), donated))
-        jax.block_until_ready(step(*given, **named))
+        if jax.tree.structure(donated) == structure:
+            given, named = jax.tree.map(_fresh, (args, kwargs), donated)
+        else:  # nnx.jit takes its modules apart, and changes them
+            given, named = copy.deepcopy((args, kwargs))
+        jax.block_until_ready(step(*jax.block_until_ready(given), **jax.block_until_ready(named)))
 
     run()
     with jax.profiler.trace(folder, profiler_options=options):
@@ -122,11 +129,16 @@ def _record(
 
 
 def _donated(step: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Return for each argument whether the step donates it; none if it does not say."""
+    """Return for each argument whether the step donates it; none if it does not say.
+
+    Of a step that holds its jit inside, as `nnx.jit` does, it is for each argument of that jit.
+    """
     if hasattr(step, "args_info"):
         info = step.args_info
     elif hasattr(step, "lower"):
         info = step.lower(*args, **kwargs).args_info
+    elif wrapped := find_jit(step):  # a partial of one, or a bound method
+        info = arguments_reach(wrapped, wrapped.jitted.lower, args, kwargs).args_info
     else:
         return jax.tree.map(lambda _: False, (args, kwargs))
     return jax.tree.map(lambda leaf: leaf.donated, info)
