@@ -17,6 +17,7 @@ from jaxoverlap.cli.shell.output import working
 from jaxoverlap.cli.shell.target import Target, target
 from jaxoverlap.cost.find import cost_model
 from jaxoverlap.hardware.cluster import parse_cluster
+from jaxoverlap.hardware.pods import mesh_among
 from jaxoverlap.parallelism.search import factorizations
 from jaxoverlap.passes.analysis.partitioned import partitioned
 from jaxoverlap.passes.estimation.estimate import estimate
@@ -119,11 +120,10 @@ def _recorded(one: Ranked, evaluate: Callable[..., Ranked], *arguments: Any) -> 
 def _estimated(step: str, pod: str, one: Ranked) -> Ranked:
     built = _built(step, pod, one.axes)
     traced = _traced(built)
-    shardings = (getattr(leaf, "sharding", None) for leaf in jax.tree.leaves(built.args))
-    meshes = [sharding.mesh for sharding in shardings if hasattr(sharding, "mesh")]
-    if not meshes:
+    mesh = mesh_among(jax.tree.leaves(built.args))
+    if mesh is None:
         raise ValueError("no argument has a sharding: give jax.ShapeDtypeStructs with shardings")
-    partitioned_step = partitioned(traced, traced.jaxpr, meshes[0], ask=False)
+    partitioned_step = partitioned(traced, traced.jaxpr, mesh, ask=False)
     seconds = estimate(partitioned_step.module, cost_model(pod)).step_s
     return replace(
         one, estimated_s=seconds, estimated_bytes=estimated_peak_bytes(partitioned_step.module)

@@ -202,8 +202,9 @@ class Compiled:
             )
         step: Any = self
         simulation = simulate(step, cluster, multi_streaming=multi_streaming)
-        named = isinstance(own, CostModel) and cluster == own.cluster
-        is_own = cluster is own or (named and cost_model(own.cluster) == own)
+        is_own = cluster is own
+        if isinstance(own, CostModel) and cluster == own.cluster:
+            is_own = cost_model(own.cluster) == own
         return replace(simulation, speedup=self.speedup) if is_own else simulation
 
     def __getattr__(self, name: str) -> Any:
