@@ -12,6 +12,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding
 
+from jaxoverlap._jax.thread_config import inheriting
+
 MOST = 16  # programs: a few settings, with and without sums for a measurement, and what measures
 
 
@@ -39,7 +41,9 @@ class Programs:
     def beside(self, key: Hashable, make: Callable[[], Any]) -> None:
         """Compile a program in a thread, unless it is compiled or being compiled.
 
-        If more than `most` are under way, the oldest that nobody has requested is dropped.
+        The thread has this one's configuration of JAX. A run that ends meanwhile waits for it: a
+        daemon's call into XLA would outlive the interpreter, and end the process by a signal. If
+        more than `most` are under way, the oldest that nobody has requested is dropped.
         """
         if key in self._made or key in self._on_the_way:
             return
@@ -47,13 +51,15 @@ class Programs:
         while len(self._on_the_way) > self._most:
             del self._on_the_way[next(iter(self._on_the_way))]
 
+        made = inheriting(make)
+
         def run() -> None:
             try:
-                future.set_result(make())
+                future.set_result(made())
             except BaseException as error:
                 future.set_exception(error)
 
-        threading.Thread(target=run, name="compile beside", daemon=True).start()
+        threading.Thread(target=run, name="compile beside", daemon=False).start()
 
     def __len__(self) -> int:
         return len(self._made) + len(self._on_the_way)

@@ -65,6 +65,7 @@ class Averager:
 
     Attributes:
         sync: the compressor, and whether gradients are measured.
+        structure: the parameters' tree, whose leaves are numbered; a None of it is no leaf.
         layers: those that are compressed.
         settings: one for each layer; None for a layer that is uncompressed for now.
         axis: the mesh axis of the workers.
@@ -76,6 +77,7 @@ class Averager:
     """
 
     sync: Sync
+    structure: Any
     layers: tuple[Layer, ...]
     settings: tuple[Setting | None, ...]
     axis: str
@@ -254,7 +256,7 @@ class Averager:
         Returns:
             The means, the state, and the means of `also`.
         """
-        leaves, treedef = jax.tree.flatten(gradients, is_leaf=lambda leaf: leaf is None)
+        leaves = self.structure.flatten_up_to(gradients)
         present = {n: leaf for n, leaf in enumerate(leaves) if leaf is not None}
         states, before = self.leaf_states(state), dict(reduced or {})
         started = {
@@ -275,7 +277,7 @@ class Averager:
         after = self._flags(known, [means[n] for n in uncompressed])
         new = self._with(state, {leaf: one.state for leaf, one in done.items()})
         new = replace(new, finite=(results[-1] == 1).astype(jnp.float32) * after)
-        tree = jax.tree.unflatten(treedef, map(means.get, range(len(leaves))))
+        tree = self.structure.unflatten(map(means.get, range(len(leaves))))
         return tree, new, results[len(uncompressed) : -1]
 
     def _finite(self, leaf: int, values: jax.Array) -> tuple[jax.Array, ...]:
@@ -390,4 +392,7 @@ def averager_of(
     fixed = bool(layers) and sync.is_fixed(layers)
     if fixed:
         sync = replace(sync, every=0, accumulate=0, beside=0)
-    return Averager(sync, layers, settings, axis, workers, left_raw=left_raw, fixed=fixed)
+    structure = jax.tree.structure(params)
+    return Averager(
+        sync, structure, layers, settings, axis, workers, left_raw=left_raw, fixed=fixed
+    )

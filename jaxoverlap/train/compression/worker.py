@@ -181,8 +181,7 @@ def _next_model(before: Any, seen: Any, means: Any, workers: int) -> Any:
         return own if mean is None else mean.astype(own.dtype)
 
     flat, treedef = jax.tree.flatten(before)
-    leaves = jax.tree.leaves(means, is_leaf=lambda leaf: leaf is None)
-    return treedef.unflatten(map(one, flat, jax.tree.leaves(seen), leaves))
+    return treedef.unflatten(map(one, flat, jax.tree.leaves(seen), treedef.flatten_up_to(means)))
 
 
 def _as_float(value: Any) -> jax.Array:

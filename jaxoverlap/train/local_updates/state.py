@@ -102,7 +102,7 @@ def fragments_of(params: Any, count: int) -> tuple[Callable[[Any], Any], ...]:
     Raises:
         ValueError: if there are fewer leaves than fragments.
     """
-    leaves, _ = jax.tree.flatten(params)
+    leaves, structure = jax.tree.flatten(params)
     if len(leaves) < count:
         raise ValueError(
             f"fragments={count} of parameters with {len(leaves)} leaves: expected at most as many "
@@ -114,9 +114,9 @@ def fragments_of(params: Any, count: int) -> tuple[Callable[[Any], Any], ...]:
 
     def taker(fragment: int) -> Callable[[Any], Any]:
         def take(tree: Any) -> Any:
-            values, treedef = jax.tree.flatten(tree, is_leaf=lambda leaf: leaf is None)
+            values = structure.flatten_up_to(tree)  # a None of the parameters is no leaf
             kept = [v if n == fragment else None for v, n in zip(values, number, strict=True)]
-            return jax.tree.unflatten(treedef, kept)
+            return structure.unflatten(kept)
 
         return take
 
