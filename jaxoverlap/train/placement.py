@@ -116,19 +116,29 @@ class WorkerPlacement:
             shapes: of the parameters.
             at: the parameters' shardings.
             others: the sharding of what is not like a parameter, as counts.
+
+        Raises:
+            ValueError: if optax cannot tell which leaves of its state are like parameters.
         """
 
         def where(leaf: Any, sharding: Any) -> Any:
             return leaf if _masked(leaf) else sharding
 
-        return optax.tree.map_params(
-            optimizer,
-            where,
-            jax.eval_shape(optimizer.init, shapes),
-            at,
-            transform_non_params=lambda _: others,
-            is_leaf=_masked,
-        )
+        state = jax.eval_shape(optimizer.init, shapes)
+        try:
+            return optax.tree.map_params(
+                optimizer,
+                where,
+                state,
+                at,
+                transform_non_params=lambda _: others,
+                is_leaf=_masked,
+            )
+        except (AttributeError, IndexError) as error:  # of an init() that looks at the leaves
+            raise ValueError(
+                "optax.tree.map_params cannot tell which parts of the optimizer's state are like "
+                f"the parameters ({error}), as of a line search: take another optimizer"
+            ) from error
 
     def scattered_dim(self, shape: Sequence[int], spec: P) -> int:
         """Return the dim along which a leaf of outer state is scattered; -1 if it is not."""

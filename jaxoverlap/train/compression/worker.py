@@ -17,6 +17,7 @@ from jaxoverlap.train.compression import backward
 from jaxoverlap.train.compression.averager import Averager, Reduced
 from jaxoverlap.train.compression.state import SyncState, TrainState
 from jaxoverlap.train.finite import all_fine, kept_if
+from jaxoverlap.train.optax_update import update
 from jaxoverlap.train.placement import folded, is_key, over_workers
 
 
@@ -66,8 +67,10 @@ class WorkerStep:
         values, treedef = jax.tree.flatten((value, _floats(seen)))
         floats = [_as_float(v) for v in values]
         gradients, new, means = self.averager.average(gradients, sync, reduced=reduced, also=floats)
-        updates, moved = self.optimizer.update(gradients, moments, params)
         value, means = jax.tree.unflatten(treedef, means)
+        updates, moved = update(
+            self.optimizer, gradients, moments, params, value=value, grad=gradients
+        )
         model_after = _next_model(model, seen, means, self.averager.workers)
         after = optax.apply_updates(params, updates), moved, model_after
         fine = all_fine(after) | ~all_fine(before)

@@ -32,6 +32,7 @@ from jaxoverlap.train.local_updates.outer import Outer
 from jaxoverlap.train.local_updates.round import Rounds, Step
 from jaxoverlap.train.local_updates.state import LocalState, ParamsIn, fragments_of
 from jaxoverlap.train.local_updates.step_check import check_batches, check_outer, check_step
+from jaxoverlap.train.optax_update import update
 from jaxoverlap.train.over_workers import OverWorkers, without_workers
 from jaxoverlap.train.placement import mean_of_workers
 from jaxoverlap.train.programs import batch_like, key_of, like
@@ -188,7 +189,7 @@ class LocalUpdates(OverWorkers):
         if self.workers > 1:
             sent = jax.tree.map(lambda rest: rest / (1 - 1 / self.workers), state.sent)
             return replace(state, sent=sent)
-        updates, moved = self.outer.transform.update(state.sent, state.optimizer[0], state.begin)
+        updates, moved = update(self.outer.transform, state.sent, state.optimizer[0], state.begin)
         begin = optax.apply_updates(state.begin, updates)
         sent = jax.tree.map(jnp.zeros_like, state.sent)
         return replace(state, begin=begin, optimizer=(moved,), sent=sent)

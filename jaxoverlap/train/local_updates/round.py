@@ -25,6 +25,7 @@ from jaxoverlap.train.finite import all_fine, kept_if
 from jaxoverlap.train.local_updates.finite import RoundReport, each_worker, one_hot
 from jaxoverlap.train.local_updates.outer import Outer
 from jaxoverlap.train.local_updates.state import LocalState, ParamsIn, joined
+from jaxoverlap.train.optax_update import update
 from jaxoverlap.train.placement import WorkerPlacement, over_workers
 
 Step = Callable[[Any, Any], tuple[Any, Any]]
@@ -280,7 +281,7 @@ class Rounds:
 
     def outer_step(self, begin: Any, optimizer: Any, average: Any) -> tuple[Any, Any]:
         """Return the parameters and the outer optimizer's state after an outer step."""
-        updates, optimizer = self.outer.transform.update(average, optimizer, begin)
+        updates, optimizer = update(self.outer.transform, average, optimizer, begin)
         return optax.apply_updates(begin, updates), optimizer
 
     def _eager_step(self, state: LocalState, own: Any, average: Any) -> tuple[Any, Any]:

@@ -14,6 +14,7 @@ from jax import Array
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from jaxoverlap.train.optax_update import update
 from jaxoverlap.train.varlen.arrays import PlanArrays
 from jaxoverlap.train.varlen.costs import AttentionCosts
 from jaxoverlap.train.varlen.device.engine import Engine, attend
@@ -303,7 +304,8 @@ class VarlenStep:
             return total / jnp.maximum(batch["weights"].sum(), _NO_WEIGHT), aux
 
         (loss, aux), gradients = jax.value_and_grad(mean_loss, has_aux=True)(state["params"])
-        updates, inner = self.optimizer.update(gradients, state["optimizer"], state["params"])
+        given = gradients, state["optimizer"], state["params"]
+        updates, inner = update(self.optimizer, *given, value=loss, grad=gradients)
         params = optax.apply_updates(state["params"], updates)
         metrics = dict(loss=loss, grad_norm=optax.tree.norm(gradients))
         metrics |= {"aux": aux} if self.has_aux else {}

@@ -56,6 +56,32 @@ def test_optimizers_that_leave_parameters_out_do_what_they_do_alone(optimizer):
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-5), state.params, params)
 
 
+def test_an_optimizer_that_follows_the_loss_gets_it():
+    """`reduce_on_plateau` and Polyak's step size are given the loss as `value=`."""
+    optimizer = optax.chain(optax.sgd(1e-1), optax.contrib.reduce_on_plateau(0.5, patience=1))
+    for one in (optimizer, optax.polyak_sgd(max_learning_rate=0.5)):
+        step = step_of(one)
+        state, params, inner = step.init(PARAMS), PARAMS, one.init(PARAMS)
+        for batch in BATCH:
+            state, _ = step(state, batch)
+            value, gradients = jax.value_and_grad(loss)(params, batch)
+            updates, inner = one.update(gradients, inner, params, value=value, grad=gradients)
+            params = optax.apply_updates(params, updates)
+        jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-5), state.params, params)
+
+
+def test_an_optimizer_that_needs_more_is_refused_in_a_sentence():
+    def update(updates, state, params=None, *, value_fn, **others):
+        return updates, state
+
+    step = step_of(optax.GradientTransformationExtraArgs(lambda params: (), update))
+    with pytest.raises(ValueError, match=r"needs 'value_fn', and gets .* value=, grad="):
+        step(step.init(PARAMS), BATCH[0])
+    search = step_of(optax.chain(optax.sgd(1.0), optax.scale_by_backtracking_linesearch(3)))
+    with pytest.raises(ValueError, match="as of a line search: take another optimizer"):
+        search.init(PARAMS)
+
+
 def test_a_mean_too_large_for_16_bits_is_left_out_and_named():
     """Each worker's gradient is finite, and their sum is not."""
     params = {"a": jnp.ones(3, jnp.float16)}
