@@ -233,7 +233,7 @@ class DataParallel(OverWorkers):
             also: bytes of the first result of loss_and_grads; 4 for one float32.
         """
         averager = self._loop.in_use(state.params, state.control)
-        floats = (x for x in jax.tree.leaves(state.model) if jnp.issubdtype(x.dtype, jnp.floating))
+        floats = (x for x in jax.tree.leaves(state.model) if jnp.issubdtype(x.dtype, jnp.inexact))
         return averager.sent_bytes(state.params, also=also + sum(x.nbytes for x in floats))
 
     def lower(self, state: TrainState, batch: Any, *, settings: Sequence[int] | None = None) -> Any:

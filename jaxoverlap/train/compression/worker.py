@@ -165,7 +165,7 @@ def own_keys(model: Any, axis: str) -> Any:
 
 def _floats(model: Any) -> Any:
     """Return a model's state with only the leaves that are averaged; the others become None."""
-    return jax.tree.map(lambda x: x if jnp.issubdtype(x.dtype, jnp.floating) else None, model)
+    return jax.tree.map(lambda x: x if jnp.issubdtype(x.dtype, jnp.inexact) else None, model)
 
 
 def _next_model(before: Any, seen: Any, means: Any, workers: int) -> Any:
@@ -189,4 +189,4 @@ def _next_model(before: Any, seen: Any, means: Any, workers: int) -> Any:
 
 def _as_float(value: Any) -> jax.Array:
     value = jnp.asarray(value)
-    return value if jnp.issubdtype(value.dtype, jnp.floating) else value.astype(jnp.float32)
+    return value if jnp.issubdtype(value.dtype, jnp.inexact) else value.astype(jnp.float32)

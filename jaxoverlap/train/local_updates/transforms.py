@@ -23,6 +23,8 @@ class ClippedMomentumState(NamedTuple):
 def clipped_momentum(momentum: float, clip: float | None = None) -> optax.GradientTransformation:
     """Accumulate momentum, m = momentum · m + g, each element clipped to [-clip, clip].
 
+    A complex element keeps its phase; its modulus is at most `clip`.
+
     Source: CO2 (arXiv 2401.16265), whose clip is on the momentum, element by element: the state
     for the next round is clipped too. The authors' released code calls the clip and drops its
     result; this one clips.
@@ -34,7 +36,11 @@ def clipped_momentum(momentum: float, clip: float | None = None) -> optax.Gradie
     def update(updates: Any, state: Any, params: Any = None) -> Any:
         def one(m: jax.Array, g: jax.Array) -> jax.Array:
             new = momentum * m + g
-            return new if clip is None else jnp.clip(new, -clip, clip)
+            if clip is None:
+                return new
+            if jnp.iscomplexobj(new):
+                return new / jnp.maximum(jnp.abs(new) / clip, 1)
+            return jnp.clip(new, -clip, clip)
 
         new = jax.tree.map(one, state.momentum, updates)
         return new, ClippedMomentumState(new)
