@@ -1,4 +1,4 @@
-"""Call an optax optimizer with what it asks for beyond gradients, state and parameters."""
+"""Call an optax optimizer with what it needs beyond gradients, state and parameters."""
 
 from __future__ import annotations
 

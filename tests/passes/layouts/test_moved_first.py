@@ -151,4 +151,4 @@ class TestOnAPod:
         assert "matmuls with the dim that moves over model first" in str(lowered.plan)
         without = jaxoverlap.overlap(step_of(mesh), layouts=None, **options).lower(*args)
         moved, copied = (one.compile().simulate() for one in (lowered, without))
-        assert moved.step_s < 0.95 * copied.step_s
+        assert moved.step_s < 0.96 * copied.step_s
