@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import re
 from typing import Any
 
@@ -16,17 +17,22 @@ def update(
     """Return an optimizer's updates and its new state.
 
     Args:
-        optimizer: any of optax's; one without extra arguments gets none.
+        optimizer: any of optax's; each gets those extra arguments that its `update` takes.
         gradients, state, params: as its `update` takes them.
         known: the extra arguments that there are, as `value`, the loss, for
-            `optax.contrib.reduce_on_plateau`.
+            `optax.contrib.reduce_on_plateau`. Of a tuple, as `has_aux=True` gives, `value` is the
+            first.
 
     Raises:
         ValueError: if it needs another one, as a line search needs `value_fn`.
     """
-    extended = optax.with_extra_args_support(optimizer)
+    if isinstance(known.get("value"), tuple):
+        known["value"] = known["value"][0]
+    taken = inspect.signature(optimizer.update).parameters.values()
+    if not any(one.kind is inspect.Parameter.VAR_KEYWORD for one in taken):
+        known = {one.name: known[one.name] for one in taken if one.name in known}
     try:
-        return extended.update(gradients, state, params, **known)
+        return optimizer.update(gradients, state, params, **known)
     except TypeError as error:
         if (missing := _MISSING.search(str(error))) is None:
             raise

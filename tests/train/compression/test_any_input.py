@@ -70,6 +70,32 @@ def test_an_optimizer_that_follows_the_loss_gets_it():
         jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-5), state.params, params)
 
 
+def test_an_optimizer_with_extra_arguments_of_its_own_gets_no_others():
+    """As of `optax.contrib.sam`, whose update takes `grad_fn` and nothing else by name."""
+    inner = optax.sgd(1e-2)
+
+    def update(updates, state, params=None, *, grad_fn=None):
+        return inner.update(updates, state, params)
+
+    step = step_of(optax.GradientTransformationExtraArgs(inner.init, update))
+    usual = step_of(inner)
+    state, _ = step(step.init(PARAMS), BATCH[0])
+    other, _ = usual(usual.init(PARAMS), BATCH[0])
+    jax.tree.map(np.testing.assert_array_equal, state.params, other.params)
+
+
+def test_the_loss_is_the_first_of_a_value_with_more():
+    def with_more(params, batch):
+        return loss(params, batch), {"more": jnp.float32(7)}
+
+    step = step_of(optax.polyak_sgd(0.5), gradients=jax.value_and_grad(with_more, has_aux=True))
+    usual = step_of(optax.polyak_sgd(0.5))
+    state, value = step(step.init(PARAMS), BATCH[0])
+    other, wanted = usual(usual.init(PARAMS), BATCH[0])
+    np.testing.assert_allclose(value[0], wanted)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b), state.params, other.params)
+
+
 def test_an_optimizer_that_needs_more_is_refused_in_a_sentence():
     def update(updates, state, params=None, *, value_fn, **others):
         return updates, state
