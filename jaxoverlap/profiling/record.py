@@ -111,16 +111,12 @@ def _record(
 ) -> None:
     """Run a step under the profiler, after a run that is not in it."""
     donated = _donated(step, args, kwargs)
-    structure = jax.tree.structure((args, kwargs))
     options = jax.profiler.ProfileOptions()
     options.python_tracer_level = _PYTHON_OFF
 
     def run() -> None:
-        if jax.tree.structure(donated) == structure:
-            given, named = jax.tree.map(_fresh, (args, kwargs), donated)
-        else:  # nnx.jit takes its modules apart, and changes them
-            given, named = copy.deepcopy((args, kwargs))
-        jax.block_until_ready(step(*jax.block_until_ready(given), **jax.block_until_ready(named)))
+        given, named = jax.block_until_ready(_copied((args, kwargs), donated))
+        jax.block_until_ready(step(*given, **named))
 
     run()
     with jax.profiler.trace(folder, profiler_options=options):
@@ -142,6 +138,13 @@ def _donated(step: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     else:
         return jax.tree.map(lambda _: False, (args, kwargs))
     return jax.tree.map(lambda leaf: leaf.donated, info)
+
+
+def _copied(arguments: Any, donated: Any) -> Any:
+    """Return arguments of which a run may use up what the step donates or changes."""
+    if jax.tree.structure(donated) == jax.tree.structure(arguments):
+        return jax.tree.map(_fresh, arguments, donated)
+    return copy.deepcopy(arguments)  # nnx.jit takes its modules apart, and changes them
 
 
 def _fresh(value: Any, donated: bool) -> Any:

@@ -147,6 +147,12 @@ def users(body: Sequence[Instruction]) -> dict[str, list[Instruction]]:
     return users
 
 
+def operands(body: Sequence[Instruction]) -> dict[str, list[Instruction]]:
+    """Map each instruction's name to the instructions of a body that it reads."""
+    made = {i.name: i for i in body}
+    return {i.name: [made[o.partition("#")[0]] for o in i.operands] for i in body}
+
+
 def parse(text: str) -> Module:
     """Parse the text of a scheduled HLO module.
 

@@ -20,7 +20,7 @@ from jaxoverlap.passes.analysis.partitioned import SpmdProgram
 from jaxoverlap.passes.analysis.sharding_rules import partitions_itself
 from jaxoverlap.passes.apply import apply
 from jaxoverlap.passes.edited import EditedStep
-from jaxoverlap.passes.planning.entries import with_conversions
+from jaxoverlap.passes.planning.entries import NO_COLLECTIVE, with_conversions
 from jaxoverlap.passes.planning.profit import RingCosts
 from jaxoverlap.passes.planning.terms import Requests, Terms
 from jaxoverlap.passes.rewriting.pin_results import pinned_results
@@ -87,7 +87,7 @@ def run_passes(call: jits.Call, options: Options, step: StepContext | None = Non
         edited = step.typed.edited  # nothing is changed, so types stay
     operations = (at for at in equations(step.jaxpr) if partitions_itself(at[0]))
     entries = done.entries
-    if laid_out is not None:
+    if laid_out is not None and any(e.why == NO_COLLECTIVE for e in entries):
         converted = behind_conversions(laid_out.module)
         entries = with_conversions(entries, dots(step.jaxpr), converted)
     plan = Plan(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
 from jaxoverlap.plan.collectives import OPCODES, PERMUTE
@@ -34,7 +34,7 @@ def collectives_of_sites(
     """
     collectives: dict[int, set[Place]] = {}
     for name, body in module.computations.items():
-        read, users = _read(body), hlo.users(body)
+        read, users = hlo.operands(body), hlo.users(body)
         for i in body:
             tag = TAGGED.search(i.line) if i.opcode == "dot" else None
             if tag is None:
@@ -89,18 +89,12 @@ def permuted_matmuls(module: hlo.Module) -> Iterator[str]:
     """
     with_matmul = {n for n, b in module.computations.items() if any(i.opcode == "dot" for i in b)}
     for body in module.computations.values():
-        ways = _read(body), hlo.users(body)
+        ways = hlo.operands(body), hlo.users(body)
         for i in body:
             if i.opcode == "dot" or (i.opcode == "fusion" and not with_matmul.isdisjoint(i.called)):
                 near = (c for way in ways for c in _beside(i, way, _MOVES))
                 if any(c.opcode.startswith(PERMUTE) for c in near):
                     yield i.name
-
-
-def _read(body: Sequence[hlo.Instruction]) -> dict[str, list[hlo.Instruction]]:
-    """Return the instructions that each instruction of a body reads."""
-    made = {i.name: i for i in body}
-    return {at.name: [made[o.partition("#")[0]] for o in at.operands] for at in body}
 
 
 def _beside(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import replace
 
 from jaxoverlap.plan.collectives import KIND_OF
@@ -82,38 +82,37 @@ def _narrowed(body: tuple[hlo.Instruction, ...]) -> Iterator[tuple[str, int]]:
     XLA's CollectiveQuantizer and its movers of conversions gather before they widen, and narrow
     before they gather; also through the views between.
     """
-    users, made = hlo.users(body), {i.name: i for i in body}
+    users, read = hlo.users(body), hlo.operands(body)
     for i in body:
-        if i.opcode in _MOVED_NARROW and len(i.operands) == 1:
-            before = _widened(made[i.operands[0].partition("#")[0]], made)
-            after = min((_narrowing(user, users, made) for user in users[i.name]), default=1)
-            if (times := max(before, after)) > 1:
-                yield i.name, times
+        if i.opcode in _MOVED_NARROW and len(i.operands) == 1 and hlo.shape_bytes(i.shape):
+            before = _widening(_past(_VIEWS, read[i.name][0], read), read)
+            after = [1 / _widening(_past(_VIEWS, user, users), read) for user in users[i.name]]
+            if (times := max(before, min(after, default=1))) > 1:
+                yield i.name, int(times)
 
 
-def _widened(operand: hlo.Instruction, made: Mapping[str, hlo.Instruction]) -> int:
-    """Return by how many times a collective's operand was widened before; 1 if it was not."""
-    while operand.opcode in _VIEWS:
-        operand = made[operand.operands[0].partition("#")[0]]
-    return 1 if operand.opcode != "convert" else max(1, _times(operand, made, wider=True))
+def _widening(i: hlo.Instruction, read: Mapping[str, list[hlo.Instruction]]) -> float:
+    """Return by how many times a conversion widens a value; 1 for any other instruction."""
+    if i.opcode != "convert":
+        return 1
+    return hlo.shape_bytes(i.shape) / hlo.shape_bytes(read[i.name][0].shape)
 
 
-def _narrowing(
-    user: hlo.Instruction,
-    users: Mapping[str, list[hlo.Instruction]],
-    made: Mapping[str, hlo.Instruction],
-) -> int:
-    """Return by how many times a reader narrows a value; 1 if it does not."""
-    while user.opcode in _VIEWS and len(users[user.name]) == 1:
-        (user,) = users[user.name]
-    return 1 if user.opcode != "convert" else max(1, _times(user, made, wider=False))
+def _past(
+    opcodes: Collection[str],
+    i: hlo.Instruction,
+    following: Mapping[str, list[hlo.Instruction]],
+) -> hlo.Instruction:
+    """Return the first instruction of other opcodes, as long as a single one follows each.
 
-
-def _times(convert: hlo.Instruction, made: Mapping[str, hlo.Instruction], *, wider: bool) -> int:
-    """Return by how many times a conversion widens, or narrows."""
-    before = hlo.shape_bytes(made[convert.operands[0].partition("#")[0]].shape)
-    after = hlo.shape_bytes(convert.shape)
-    return after // before if wider else before // after
+    Args:
+        opcodes: those that are passed.
+        i: where to begin.
+        following: `hlo.users` or `hlo.operands` of the body.
+    """
+    while i.opcode in opcodes and len(following[i.name]) == 1:
+        (i,) = following[i.name]
+    return i
 
 
 def _scattered(body: tuple[hlo.Instruction, ...]) -> Iterator[str]:
@@ -174,6 +173,5 @@ def _sliced(
     user: hlo.Instruction, users: Mapping[str, list[hlo.Instruction]]
 ) -> hlo.Instruction | None:
     """Return the dynamic-slice by which each device reads a value; None if it is read in full."""
-    while user.opcode in ("reshape", "bitcast", "transpose") and len(users[user.name]) == 1:
-        (user,) = users[user.name]
+    user = _past(("reshape", "bitcast", "transpose"), user, users)
     return user if user.opcode == "dynamic-slice" else None

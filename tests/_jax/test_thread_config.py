@@ -43,6 +43,6 @@ def test_a_context_of_the_callers_thread_holds(name):
     without = look()
     with context():
         work = inheriting(look)
-        here, bare = look(), in_thread(look)
-        assert in_thread(work) == here != bare
+        here, uninherited = look(), in_thread(look)
+        assert in_thread(work) == here != uninherited
     assert in_thread(look) == look() == without, "nothing stays"

@@ -1,4 +1,4 @@
-"""What a user sees of a step is of one kind: plain, prices, and what matmuls wait for."""
+"""Plain is the user's own compile, and a step is simulated by the prices that decided it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What XLA does to collectives behind the partitioner is counted before anything is compiled."""
+"""The estimate counts the bytes that XLA moves after it has changed the partitioner's collectives."""
 
 from __future__ import annotations
 
@@ -53,6 +53,13 @@ GATHER = "all-gather({}), replica_groups=[1,8]<=[8], dimensions={{0}}"
 def test_a_converted_value_travels_in_the_narrower_dtype(lines, itemsize):
     (gather,) = moved(text("%p = bf16[8,8] parameter(0)", *lines))
     assert gather.bytes_moved == 64 * 8 * itemsize * 7 // 8
+
+
+def test_nothing_is_divided_for_an_empty_value():
+    """Its conversion has no bytes before it and none after it."""
+    empty = f"ROOT %g = f32[0,8] {GATHER.format('%c')}"
+    (gather,) = moved(text("%p = bf16[0,8] parameter(0)", "%c = f32[0,8] convert(%p)", empty))
+    assert gather.bytes_moved == 0
 
 
 @needs_plugin

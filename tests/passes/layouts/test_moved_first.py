@@ -150,5 +150,7 @@ class TestOnAPod:
         assert edit.axes == ("model",)
         assert "matmuls with the dim that moves over model first" in str(lowered.plan)
         without = jaxoverlap.overlap(step_of(mesh), layouts=None, **options).lower(*args)
-        moved, copied = (one.compile().simulate() for one in (lowered, without))
-        assert moved.step_s < 0.96 * copied.step_s
+        # The bound is of cuBLAS's matmuls; with Triton's the step gains 4.9%.
+        alone = {"xla_gpu_enable_triton_gemm": "False"}
+        moved, copied = (one.compile(alone).simulate() for one in (lowered, without))
+        assert moved.step_s < 0.95 * copied.step_s

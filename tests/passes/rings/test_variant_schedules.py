@@ -51,7 +51,8 @@ def compiled(body: Callable, *shapes: tuple[int, ...], n: int = N, pod: str = ""
         )
         for s in shapes
     ]
-    # Triton's matmuls take the slices of an exchange in as one operand, and wait for all of them.
+    # A Triton matmul adds the product before its own, and XLA then starts the exchange of a slice
+    # only behind the matmul of the slice before.
     options = options_for(mesh) | {"xla_gpu_enable_triton_gemm": "False"}
     return jax.jit(mapped, compiler_options=options).lower(*args).compile()
 

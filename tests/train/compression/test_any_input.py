@@ -71,7 +71,7 @@ def test_an_optimizer_that_follows_the_loss_gets_it():
 
 
 def test_an_optimizer_with_extra_arguments_of_its_own_gets_no_others():
-    """As of `optax.contrib.sam`, whose update takes `grad_fn` and nothing else by name."""
+    """The update of `optax.contrib.sam` takes `grad_fn` and nothing else by name."""
     inner = optax.sgd(1e-2)
 
     def update(updates, state, params=None, *, grad_fn=None):
