@@ -4,21 +4,23 @@
          --[SplitBatch, Pin]--> --[ScatterLookup]--> --[MakeRing, ReadGathered]-->
          --[GatherAhead]--> --[SumLate]--> --[SplitExchange]--> --[ShareViews]-->
 
-Edits that follow each other and are of one pass are applied together, by the `run` of the module
-that their class names. Matmuls count as the edits before have left them. Nothing is asked of XLA:
-an edit carries the shardings that it needs. A pass refuses an edit that does not fit the step, and
-says why; who proposes edits need not know what fits.
+Edits that follow each other and are of one pass are applied together (`registry.PASSES`). Matmuls
+count as the edits before have left them. Nothing is asked of XLA: an edit carries the shardings
+that it needs. A pass refuses an edit that does not fit the step, and says why; who proposes edits
+need not know what fits.
 """
 
 from __future__ import annotations
 
-import importlib
 import itertools
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
 from jaxoverlap.passes.edited import EditedStep, check_axes, misfit
+from jaxoverlap.passes.registry import PASSES
 from jaxoverlap.plan.edits import ORDER, Edit
+
+_PASS_OF = {kind: one for one in PASSES for kind in one.edits}
 
 
 def apply(step: EditedStep, edits: Iterable[Edit]) -> EditedStep:
@@ -36,9 +38,9 @@ def apply(step: EditedStep, edits: Iterable[Edit]) -> EditedStep:
     edits = list(edits)
     _check_order([*step.edits, *edits])
     check_axes(step.mesh, edits)
-    for name, group in itertools.groupby(edits, key=lambda edit: edit.applied_by):
-        some, module = tuple(group), importlib.import_module(f"jaxoverlap.passes.{name}")
-        step = replace(module.run(step, some), edits=(*step.edits, *some), before=step)
+    for of_them, group in itertools.groupby(edits, key=lambda edit: _PASS_OF[type(edit)]):
+        some = tuple(group)
+        step = replace(of_them.run(step, some), edits=(*step.edits, *some), before=step)
     return step
 
 

@@ -61,6 +61,11 @@ class EditedStep:
         return step
 
     @property
+    def unpinned(self) -> EditedStep:
+        """The step before any edit but `DropTypes`."""
+        return next(stage for stage in self.stages if stage.mesh == self.mesh)
+
+    @property
     def matmuls(self) -> tuple[Dot, ...]:
         """The matmuls as edits of rings number them, and as `explain()` does."""
         return dots(self.numbered.jaxpr)

@@ -21,9 +21,10 @@ from jaxoverlap.passes.analysis.errors import own_faults
 from jaxoverlap.passes.analysis.partitioned import partitioned
 from jaxoverlap.passes.analysis.partitioner_collectives import partitioner_collectives
 from jaxoverlap.plan.plan import Plan
-from jaxoverlap.step.choice import comparison_of, decided
+from jaxoverlap.search.choice import comparison_of, decided, faster
+from jaxoverlap.search.found import found
+from jaxoverlap.search.never_slower import predicted
 from jaxoverlap.step.context import mesh_of, prepare
-from jaxoverlap.step.never_slower import predicted
 from jaxoverlap.step.options import Options
 from jaxoverlap.step.processes import agreed, processes_of
 from jaxoverlap.step.program import (
@@ -185,7 +186,7 @@ class Overlapped:
 
     def _explain(self, *args: Any, **kwargs: Any) -> Plan:
         call, program = self._planned(args, kwargs)
-        plan = program.plan or pass_result(call, self._options).plan
+        plan = program.plan or pass_result(call, self._options, found).plan
         with own_faults(plan.step):
             after = partitioned(call.traced(), program.inner["jaxpr"], mesh_of(call), ask=False)
             return msgspec.structs.replace(
@@ -195,7 +196,7 @@ class Overlapped:
     def _programs(self, *args: Any, **kwargs: Any) -> tuple[Program, ...]:
         call, program = self._planned(args, kwargs)
         options = replace(self._options, plan=program.plan or self._options.plan)
-        return programs_of(pass_result(call, options))
+        return programs_of(pass_result(call, options, found))
 
     def _planned(self, args: tuple, kwargs: dict) -> tuple[jits.Call, StepProgram]:
         """Return a call and the rewritten step; raise why it was not rewritten, if it failed."""
@@ -213,18 +214,18 @@ class Overlapped:
     def _lower(self, *args: Any, **kwargs: Any) -> Lowered:
         call = self._inferred(args, kwargs)
         program = self._decided(call)
-        comparison = plain = None
+        compare = plain = None
         if self._options.falls_back and program.plan is not None:
             plain = functools.partial(lowered_plain, call)
         if program.undecided and not any(map(jits.is_tracer, call.flat)):
-            comparison = comparison_of(call, program, self._options)
+            compare = functools.partial(faster, comparison_of(call, program, self._options))
         return Lowered(
             lowered_as(call, program),
             program.plan,
             self._wrapped_jit,
             program.cost or program.cluster,
             program.ordering,
-            comparison=comparison,
+            faster=compare,
             speedup=program.speedup or predicted(program.plan),
             plain=plain,
         )
@@ -246,7 +247,7 @@ class Overlapped:
             find_plan = None
             if self._tuning is not None:
                 find_plan = functools.partial(self._tuned, call, self._tuning)
-            program = step_program(call, self._options, find_plan)
+            program = step_program(call, self._options, found, find_plan)
             self._seen.put(key, program, at_most=_MAX_SEEN)
             if program.notice:
                 self._tell(*program.notice)

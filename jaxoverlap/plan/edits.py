@@ -2,13 +2,13 @@
 
 An edit names matmuls by their number among the step's `dot_general`s, as the edits before it have
 left the step, and says how values lie after it; so it is applied without asking XLA anything.
-`passes/apply.py` applies edits, each kind by the module that its class names as `applied_by`.
+`passes/apply.py` applies edits, each kind by its pass (`passes/registry.py`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, Literal
 
 import msgspec
 
@@ -23,13 +23,7 @@ _Parts = Annotated[int, msgspec.Meta(ge=2)]
 
 
 class _Edit(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag=True):
-    """An edit; each kind prints itself in one line.
-
-    Attributes:
-        applied_by: the module in jaxoverlap.passes whose `run` applies edits of this kind.
-    """
-
-    applied_by: ClassVar[str]
+    """An edit; each kind prints itself in one line."""
 
 
 class DropTypes(_Edit, frozen=True, kw_only=True):
@@ -41,8 +35,6 @@ class DropTypes(_Edit, frozen=True, kw_only=True):
         inferred: whether the types that JAX inferred are left to XLA's partitioner; what the user
             states is kept in any case.
     """
-
-    applied_by = "rewriting.drop_types"
 
     inferred: bool = False
 
@@ -59,8 +51,6 @@ class GatherTable(_Edit, frozen=True, kw_only=True):
         dtype: the type in which both read it.
         spec: the mesh axes that stay on each of its dims.
     """
-
-    applied_by = "layouts.tied"
 
     argument: int
     name: str
@@ -80,8 +70,6 @@ class Pin(_Edit, frozen=True, kw_only=True):
         spec: the sharding.
     """
 
-    applied_by = "layouts.pins"
-
     site: int
     spec: Spec
 
@@ -95,8 +83,6 @@ class PinResults(_Edit, frozen=True, kw_only=True):
     Attributes:
         specs: the number of each result, and its sharding.
     """
-
-    applied_by = "rewriting.pin_results"
 
     specs: tuple[tuple[int, Spec], ...]
 
@@ -130,8 +116,6 @@ class MoveFirst(_Edit, frozen=True, kw_only=True):
         matmuls: the matmuls, and which dims come first.
     """
 
-    applied_by = "layouts.moved_first"
-
     axes: tuple[str, ...]
     matmuls: tuple[MovedFirst, ...]
 
@@ -150,8 +134,6 @@ class SplitBatch(_Edit, frozen=True, kw_only=True):
         shards: the shards of the batch, each of which is split by itself.
         unroll: iterations of a split scan per loop body.
     """
-
-    applied_by = "halves.halve"
 
     site: int
     operand: int
@@ -176,8 +158,6 @@ class ScatterLookup(_Edit, frozen=True, kw_only=True):
             into; in order.
         sums: the mesh axes over which the sum is wanted whole.
     """
-
-    applied_by = "rewriting.embedding_gradients"
 
     number: int
     updates: Spec
@@ -236,8 +216,6 @@ class ReadGathered(_Edit, frozen=True, kw_only=True):
         rings: the rings that keep an operand for it, by the number of their first matmul.
     """
 
-    applied_by = "rewriting.rewrite"
-
     matmul: EditedMatmul
     rings: tuple[int, ...] = ()
 
@@ -259,8 +237,6 @@ class MakeRing(_Edit, frozen=True, kw_only=True):
         written: the place, in its body, of the collective that the user wrote; None for one that
             XLA would make.
     """
-
-    applied_by = "rewriting.rewrite"
 
     kind: Kind
     axis: str
@@ -288,8 +264,6 @@ class GatherAhead(_Edit, frozen=True, kw_only=True):
             first matmul.
     """
 
-    applied_by = "rewriting.prefetch"
-
     whole_layers: bool = False
 
     def __str__(self) -> str:
@@ -306,8 +280,6 @@ class SumLate(_Edit, frozen=True, kw_only=True):
         cuts: for each sum the dims of its operand over which devices add up, and the mesh axes that
             shard each.
     """
-
-    applied_by = "rewriting.late_sums"
 
     scan: int
     output: int
@@ -326,8 +298,6 @@ class SplitExchange(_Edit, frozen=True, kw_only=True):
         parts: the number of chunks.
     """
 
-    applied_by = "halves.split_exchange"
-
     shard_map: int
     parts: _Parts
 
@@ -337,8 +307,6 @@ class SplitExchange(_Edit, frozen=True, kw_only=True):
 
 class ShareViews(_Edit, frozen=True, kw_only=True):
     """Dims of size 1 are left out once for all matmuls that read a value."""
-
-    applied_by = "rewriting.one_view"
 
     def __str__(self) -> str:
         return "leave out dims of size 1 once for all matmuls that read a value"

@@ -49,6 +49,7 @@ from jaxoverlap.plan.table import (
     skipped_table,
     split_exchange_lines,
 )
+from jaxoverlap.plan.trail import Proposed, trail_table
 from jaxoverlap.plan.tuned import Attempt, Measured, Predictions
 
 __all__ = [
@@ -74,7 +75,7 @@ __all__ = [
 
 FSDP = Literal["prefetch", "ring"]
 _FORMAT = "jaxoverlap plan"
-SCHEMA = 12  # of a plan's JSON: counts up with every change that another version cannot read
+SCHEMA = 13  # of a plan's JSON: counts up with every change that another version cannot read
 
 
 class Schedule(
@@ -145,6 +146,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
         halves: whether its batch is split; None if no split was considered.
         streams: whether NVLink's collectives get a stream of their own; None if there is only one
             kind of link, or no second stream was considered.
+        trail: the candidates that the search estimated, in order; empty if there was no search.
         price: its estimated time and gain; None if nothing was estimated.
         partitioning: the operations that partition themselves, with their source lines; they are
             not rewritten.
@@ -172,6 +174,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     layouts: Layouts | None = None
     halves: Halves | None = None
     streams: Streams | None = None
+    trail: tuple[Proposed, ...] = ()
     price: Price | None = None
     partitioning: tuple[str, ...] = ()
     schedule: Schedule | None = None
@@ -328,8 +331,9 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
         """Write the plan as `print` shows it: the verdict, what was done, what was skipped.
 
         Args:
-            verbose: whether each matmul and each collective gets a row of its own. Otherwise equal
-                rows are merged, and the smaller of XLA's collectives are summed up.
+            verbose: whether each matmul and each collective gets a row of its own, and each
+                candidate of the search. Otherwise equal rows are merged, and the smaller of XLA's
+                collectives are summed up.
         """
         parts = [
             f"{self.step} on {mesh_text(self.mesh)}: {self.verdict}",
@@ -337,6 +341,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
             *ring_table(self.entries, verbose=verbose),
             *skipped_table(self.entries, verbose=verbose),
             *(idle_lines(self.entries) if verbose else ()),
+            *(trail_table(self.trail) if verbose else ()),
             *remaining_lines(self.remaining, verbose=verbose),
         ]
         return "\n".join(parts)

@@ -36,7 +36,7 @@ class Speedup(msgspec.Struct, frozen=True, kw_only=True):
             empty.
         lost: which rules lost how much, where the overlapped step was slower than plain.
         joined: XLA options that it has beyond its candidate's, which join gathers and scatters of
-            unrolled layers (`step/joining.py`).
+            unrolled layers (`search/joining.py`).
     """
 
     taken: CandidateName

@@ -7,7 +7,7 @@ import dataclasses
 import os
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import jax
@@ -24,14 +24,15 @@ from jaxoverlap.hardware.cluster import Cluster
 from jaxoverlap.hardware.topology import cluster_of
 from jaxoverlap.passes.analysis.errors import RewriteError, UserError, own_faults
 from jaxoverlap.passes.analysis.mesh import MeshError
+from jaxoverlap.passes.edited import EditedStep
 from jaxoverlap.passes.scheduling.scheduler import Scheduler, SchedulerPass, scheduler_pass_for
 from jaxoverlap.plan.plan import Plan, Schedule
-from jaxoverlap.plan.speedup import Speedup
+from jaxoverlap.plan.speedup import CandidateName, Speedup
 from jaxoverlap.step.check_plan import facts_of
 from jaxoverlap.step.context import mesh_of
 from jaxoverlap.step.notices import Notice, no_mesh, not_compiled, not_rewritten
 from jaxoverlap.step.options import Options
-from jaxoverlap.step.pipeline import PassResult, run_passes
+from jaxoverlap.step.pipeline import PassResult, Search, run_passes
 from jaxoverlap.step.processes import Agreement, DisagreementError, meet, processes_of
 from jaxoverlap.step.trial import Request
 
@@ -54,6 +55,7 @@ class StepProgram:
         error: why there is no plan; None where there is one, or where another process failed.
         cost: the cost model of its cluster, where there is one.
         undecided: whether it has still to be compared with the step as it is, by that model.
+        close: the plan and the step of other candidates that it is compared with, by name.
         speedup: the result of that comparison, where it was made before any compilation.
         compiled: whether XLA has compiled it, for a call of the step.
         on_pod: whether its mesh is of GPUs that are not there.
@@ -70,6 +72,7 @@ class StepProgram:
     error: MeshError | RewriteError | None = None
     cost: CostModel | None = None
     undecided: bool = False
+    close: Mapping[CandidateName, tuple[Plan, EditedStep]] = field(default_factory=dict)
     speedup: Speedup | None = None
     compiled: bool = False
     on_pod: bool = False
@@ -99,6 +102,7 @@ def is_off() -> bool:
 def step_program(
     call: jits.Call,
     options: Options,
+    search: Search,
     find_plan: Callable[[], Plan] | None = None,
 ) -> StepProgram:
     """Rewrite a step for arguments like these; or leave it as it is.
@@ -110,6 +114,7 @@ def step_program(
     Args:
         call: the step, and how it is called.
         options: the user's options.
+        search: searches for the edits, if no plan is followed.
         find_plan: finds the plan to follow, which then says most of `options`.
 
     Raises:
@@ -127,7 +132,7 @@ def step_program(
         if find_plan is not None:
             with own_faults(name, ValueError, DisagreementError):
                 options = replace(options, plan=find_plan())
-        return _rewritten(call, options)
+        return _rewritten(call, options, search)
     except MeshError as error:
         if options.plan is not None:
             raise
@@ -170,7 +175,7 @@ def refuse_on_pod(call: jits.Call) -> None:
         raise pods.cannot_run(mesh)
 
 
-def pass_result(call: jits.Call, options: Options) -> PassResult:
+def pass_result(call: jits.Call, options: Options, search: Search) -> PassResult:
     """Run the passes; whatever fails there unexpectedly is a RewriteError.
 
     Raises:
@@ -179,7 +184,7 @@ def pass_result(call: jits.Call, options: Options) -> PassResult:
     """
     try:
         with own_faults(call.name, DisagreementError):
-            return run_passes(call, options)
+            return run_passes(call, options, search)
     except RewriteError as error:
         failed = error
     lowered = call.traced().lower()  # where it is at fault, the error is its own
@@ -188,14 +193,14 @@ def pass_result(call: jits.Call, options: Options) -> PassResult:
     raise failed
 
 
-def _rewritten(call: jits.Call, options: Options) -> StepProgram:
+def _rewritten(call: jits.Call, options: Options, search: Search) -> StepProgram:
     """Rewrite a step with its rings, and collect all that it is compiled with."""
-    done = pass_result(call, options)
+    done = pass_result(call, options, search)
     with own_faults(call.name):
-        return _arrived(call, done, options)
+        return arrived(call, done, options)
 
 
-def _arrived(call: jits.Call, done: PassResult, options: Options) -> StepProgram:
+def arrived(call: jits.Call, done: PassResult, options: Options) -> StepProgram:
     """Make the program of a step from the result of its passes."""
     params, name = call.params, call.name
     added, compiled_with = _xla_options(done, dict(params["compiler_options_kvs"]), options)
@@ -218,6 +223,7 @@ def _arrived(call: jits.Call, done: PassResult, options: Options) -> StepProgram
         agreement=_agreement(plan, done, dict(ours["compiler_options_kvs"]), ordering, options),
         notice=None if requested or plan.edits else not_rewritten(name, plan),
         cost=done.step.cost,
+        close=done.close,
         undecided=bool(done.step.cost and options.never_slower and not options.plan)
         and is_gpu(done.step.mesh),
         on_pod=pods.is_pod(done.step.mesh),

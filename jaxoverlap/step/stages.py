@@ -9,20 +9,17 @@ from typing import Any
 import jax
 
 from jaxoverlap._jax.jit_wrappers import WrappedJit
-from jaxoverlap._jax.jobs import peak_bytes
-from jaxoverlap._util.text import first_line, warn
+from jaxoverlap._util.text import warn
 from jaxoverlap.cost.find import cost_model
 from jaxoverlap.cost.model import CostModel
 from jaxoverlap.hardware.cluster import Cluster, parse_cluster
 from jaxoverlap.hardware.pods import cannot_run, mesh_of_compiled
 from jaxoverlap.passes.scheduling.scheduler import Scheduled, SchedulerPass
 from jaxoverlap.plan.plan import Plan
-from jaxoverlap.plan.speedup import CandidateName, Speedup
+from jaxoverlap.plan.speedup import Speedup
 from jaxoverlap.simulation.audit import Audit, audit
 from jaxoverlap.simulation.simulation import Simulation, simulate
-from jaxoverlap.step.never_slower import Comparison, CompiledStep, Unsimulated, with_joined
 from jaxoverlap.step.notices import not_compiled
-from jaxoverlap.step.trial import Failure
 
 
 class Lowered:
@@ -40,7 +37,7 @@ class Lowered:
         cluster: Cluster | CostModel | None,
         ordering: SchedulerPass | None,
         *,
-        comparison: Comparison | None = None,
+        faster: Callable[[Lowered, dict[str, Any] | None], Compiled] | None = None,
         speedup: Speedup | None = None,
         plain: Callable[[], jax.stages.Lowered] | None = None,
     ):
@@ -48,7 +45,7 @@ class Lowered:
         self._wrapped_jit = wrapped_jit
         self._cluster = cluster
         self._ordering = ordering
-        self._comparison = comparison
+        self._faster = faster  # compiles this step, or another candidate that is faster
         self._speedup = speedup
         self._plain = plain  # lowers the step as it is, where that may be taken instead
         self.plan = plan
@@ -62,9 +59,9 @@ class Lowered:
         is what comes out too, unless `never_slower=False` or a plan asks for the overlapped step.
         """
         try:
-            if self._comparison is None:
-                return self._compiled(compiler_options)
-            return self._faster(self._comparison, compiler_options)
+            if self._faster is None:
+                return self.compiled(compiler_options)
+            return self._faster(self, compiler_options)
         except jax.errors.JaxRuntimeError as error:
             if self._plain is None:
                 raise
@@ -78,36 +75,14 @@ class Lowered:
         warn(not_compiled(self.plan.step if self.plan else "the step", error))
         return Compiled(compiled, None, self._wrapped_jit, self._cluster, None)
 
-    def _faster(self, comparison: Comparison, options: dict[str, Any] | None) -> Compiled:
-        """Compile this step, or another candidate if that is faster by simulation."""
-        made: dict[CandidateName, Compiled] = {}
+    def instead(
+        self, lowered: jax.stages.Lowered, plan: Plan | None, ordering: SchedulerPass | None
+    ) -> Lowered:
+        """Return the step lowered in another way, as one of its candidates."""
+        return Lowered(lowered, plan, self._wrapped_jit, self._cluster, ordering)
 
-        def compiled(candidate: CandidateName) -> CompiledStep | Unsimulated | Failure:
-            try:
-                made[candidate] = one = self._in(candidate, comparison)._compiled(options)
-            except jax.errors.JaxRuntimeError as error:
-                return Failure(why=first_line(error))
-            peak = peak_bytes(one.memory_analysis())
-            return CompiledStep.of(one.as_text() or "", peak, comparison.cost)
-
-        speedup = comparison.decided_here(compiled, options)
-        if speedup.taken not in made or speedup.joined:
-            best = self._in(speedup.taken, comparison)
-            made[speedup.taken] = best._compiled({**speedup.joined, **(options or {})})
-        if not speedup.is_overlapped:
-            warn(speedup.warning(comparison.step))
-        taken = made[speedup.taken]
-        taken.speedup, taken.plan = speedup, with_joined(taken.plan, speedup)
-        return taken
-
-    def _in(self, candidate: CandidateName, comparison: Comparison) -> Lowered:
-        """Return the step lowered in one of its candidates."""
-        if candidate == "overlapped":
-            return self
-        lowered, new = comparison.lowered(candidate)
-        return Lowered(lowered, new.plan, self._wrapped_jit, self._cluster, new.ordering)
-
-    def _compiled(self, compiler_options: dict[str, Any] | None) -> Compiled:
+    def compiled(self, compiler_options: dict[str, Any] | None) -> Compiled:
+        """Compile this very program, whatever other may be faster."""
         if self._ordering is None:
             compiled, report = self._lowered.compile(compiler_options), None
         else:

@@ -44,7 +44,7 @@ _LEFT = ("one_way", *_IN_SLICES)  # of what the rules leave alone
 
 
 @dataclass(frozen=True)
-class Candidate:
+class TuningCandidate:
     """One way to run a step.
 
     Attributes:
@@ -67,7 +67,7 @@ class Candidate:
 
 def seeds(
     base: Options, rules: Plan, trial: Trial | None = None, model: GranularityModel | None = None
-) -> list[Candidate]:
+) -> list[TuningCandidate]:
     """List the candidates to try first, after the plain step and the rules' plan.
 
     Args:
@@ -78,17 +78,17 @@ def seeds(
         model: knows all rings that there could be, and how best to split them.
     """
     model = model or GranularityModel()
-    for_all_rings = list[Candidate]()
+    for_all_rings = list[TuningCandidate]()
     if (every := model.every) is not None:
         granularities = enumerate(model.plans(_PLANS), 1)
         for_all_rings += [
-            Candidate(f"lagom {number}", with_variants(every, granularity))
+            TuningCandidate(f"lagom {number}", with_variants(every, granularity))
             for number, granularity in granularities
         ]
     none = dict.fromkeys((ring.site for ring in rules.rings), Variant("plain"))
-    for_all_rings += [Candidate("no rings", with_variants(rules, none))] if none else []
+    for_all_rings += [TuningCandidate("no rings", with_variants(rules, none))] if none else []
     if rules.prefetched and not rules.cut:
-        for_all_rings.append(Candidate("fsdp in rings", replace(base, fsdp="ring")))
+        for_all_rings.append(TuningCandidate("fsdp in rings", replace(base, fsdp="ring")))
     not_ringed = [s for s in rules.skips if s.left_plain]
     others = list(_others(rules, [s.site for s in not_ringed], model.rings))
     waits = (
@@ -97,7 +97,7 @@ def seeds(
     return [*others, *for_all_rings] if waits else [*for_all_rings, *others]
 
 
-def settings(candidate: Candidate, plan: Plan) -> list[Candidate]:
+def settings(candidate: TuningCandidate, plan: Plan) -> list[TuningCandidate]:
     """Vary the settings that hold for all rings: memory for the scheduler pass, XLA's options.
 
     Args:
@@ -113,23 +113,23 @@ def settings(candidate: Candidate, plan: Plan) -> list[Candidate]:
         variations.append(("XLA merges", structs.replace(plan, xla_options=unmerged)))
         most = dict.fromkeys(_MERGES, str(_MOST_MERGED))
         variations.append(("merges to 1 GiB", structs.replace(plan, xla_options=unmerged | most)))
-    return [Candidate(f"{candidate.name}, {name}", changed) for name, changed in variations]
+    return [TuningCandidate(f"{candidate.name}, {name}", changed) for name, changed in variations]
 
 
 def _others(
     rules: Plan, not_ringed: Sequence[int], rings: Mapping[int, MakeRing]
-) -> Iterator[Candidate]:
+) -> Iterator[TuningCandidate]:
     """Yield candidates with rings or slices for the matmuls that the rules do not decompose."""
     if not rings.keys().isdisjoint(not_ringed):
         for name, variant in (("all rings", "one_way"), *((f"others {w}", w) for w in _IN_SLICES)):
             every = dict.fromkeys(not_ringed, Variant.parse(variant))
-            yield Candidate(name, with_variants(rules, every, rings))
+            yield TuningCandidate(name, with_variants(rules, every, rings))
 
 
-def ways(base: Options) -> list[Candidate]:
+def ways(base: Options) -> list[TuningCandidate]:
     """List candidates in which all rings have one variant, for use without a cost model."""
     names = ("two_way", "one_way x 2", "direct", "sliced x 2")
-    return [Candidate(n, replace(base, granularity=Variant.parse(n))) for n in names]
+    return [TuningCandidate(n, replace(base, granularity=Variant.parse(n))) for n in names]
 
 
 def moves(
@@ -137,7 +137,7 @@ def moves(
     trial: Trial,
     tried: Collection[tuple[int, str]],
     model: GranularityModel,
-) -> list[Candidate]:
+) -> list[TuningCandidate]:
     """List the next moves: for each ring the next way not tried, the smallest H first.
 
     H is Lagom's: the computation that a move adds for each second that no longer waits. Rings that
@@ -148,7 +148,7 @@ def moves(
         tried: matmul ids and variants that need no second try.
         model: prices what cutting a ring costs.
     """
-    ranked: list[tuple[float, float, Candidate]] = []
+    ranked: list[tuple[float, float, TuningCandidate]] = []
     for entry, variants in _movable(plan, model.rings):
         waited = exposed_s(entry, trial)
         variant = next((w for w in variants if (entry.site, w) not in tried), None)
@@ -159,7 +159,7 @@ def moves(
             name = f"{entry.source} ({entry.site}) {variant}"
             changes = {entry.site: to}
             moved = with_variants(plan, changes, model.rings)
-            ranked.append((lost, -waited, Candidate(name, moved, changes)))
+            ranked.append((lost, -waited, TuningCandidate(name, moved, changes)))
     return [candidate for _, _, candidate in sorted(ranked, key=lambda one: one[:2])]
 
 
@@ -169,7 +169,7 @@ def with_batch_split_of(base: Options, plan: Plan) -> Options:
     return replace(base, halves=cut and cut.parts, unroll=cut.unroll if cut else 1)
 
 
-def rows(base: Options, rules: Plan) -> list[Candidate]:
+def rows(base: Options, rules: Plan) -> list[TuningCandidate]:
     """List candidates with another batch split than the plan of the rules.
 
     Args:
@@ -181,12 +181,12 @@ def rows(base: Options, rules: Plan) -> list[Candidate]:
     candidates = []
     if rules.cut:
         unsplit = replace(base, halves=None, unroll=1)
-        candidates.append(Candidate("no batch split", unsplit, step_s=rules.halves.whole_s))
+        candidates.append(TuningCandidate("no batch split", unsplit, step_s=rules.halves.whole_s))
     for parts, unroll in _CUTS:
         if (parts, unroll) != (base.halves, base.unroll):
             name = f"{parts} parts" + (f", unrolled {unroll} times" if unroll > 1 else "")
             split = replace(base, halves=parts, unroll=unroll, rings=False)
-            candidates.append(Candidate(name, split))
+            candidates.append(TuningCandidate(name, split))
     return candidates
 
 

@@ -35,7 +35,7 @@ from jaxoverlap.step.trial import Failure, Request, Trial, attempt
 from jaxoverlap.tuning.candidates import (
     PLAIN,
     RULES,
-    Candidate,
+    TuningCandidate,
     moves,
     rows,
     seeds,
@@ -69,7 +69,7 @@ class Tried:
         request: the request that the child got.
     """
 
-    candidate: Candidate
+    candidate: TuningCandidate
     plan: Plan | None
     result: Trial | Failure
     request: Request | None = None
@@ -107,7 +107,7 @@ class Search:
     kernels: KnownKernels = field(default_factory=KnownKernels)
     workers: int = field(default_factory=lambda: min(_MOST_WORKERS, _cores()))
     tried: list[Tried] = field(default_factory=list)
-    looked: dict[Hashable, Candidate] = field(default_factory=dict)
+    looked: dict[Hashable, TuningCandidate] = field(default_factory=dict)
     complete: bool = False
 
     def run(self) -> Tried:
@@ -116,7 +116,9 @@ class Search:
         Raises:
             ValueError: if neither the step as it is nor the rewritten one compiles.
         """
-        plain, rules = self._try([Candidate(PLAIN, None), Candidate(RULES, self.base)], needed=True)
+        plain, rules = self._try(
+            [TuningCandidate(PLAIN, None), TuningCandidate(RULES, self.base)], needed=True
+        )
         if isinstance(plain.result, Failure) and isinstance(rules.result, Failure):
             raise ValueError(
                 f"the step does not compile: {plain.result.why}; tune() needs one that does"
@@ -129,16 +131,18 @@ class Search:
             model = self.model(rules) if known else model
             full_plans = [*seeds(self.base, plan, known, model), *rows(self.base, plan)]
             looks = self._looking(moves(plan, known, (), model) if known else [])
-            self._try(self._worth_compiling(Candidate(RULES, plan), full_plans), meanwhile=looks)
+            self._try(
+                self._worth_compiling(TuningCandidate(RULES, plan), full_plans), meanwhile=looks
+            )
             for candidate, plan in self._fastest_plans():
                 self._try(settings(candidate, plan), meanwhile=looks)
         interrupted = any(isinstance(t.result, Failure) and t.result.again for t in self.tried)
         self.complete = self._refine(model) and not interrupted and time.monotonic() < self.deadline
         return self.best
 
-    def _fastest_plans(self) -> list[tuple[Candidate, Plan]]:
+    def _fastest_plans(self) -> list[tuple[TuningCandidate, Plan]]:
         """List the fastest candidates with different plans; the step without overlap has none."""
-        fastest: list[tuple[Candidate, Plan]] = []
+        fastest: list[tuple[TuningCandidate, Plan]] = []
         for one in sorted(self.tried, key=self._key):
             if one.plan is not None and all(one.plan != plan for _, plan in fastest):
                 fastest.append((one.candidate, one.plan))
@@ -156,7 +160,9 @@ class Search:
                 return True
             if time.monotonic() >= self.deadline:
                 return False
-            batch = self._promising(Candidate(best.candidate.name, best.plan), following, seen)
+            batch = self._promising(
+                TuningCandidate(best.candidate.name, best.plan), following, seen
+            )
             if not batch:
                 return True
             seen |= {(site, str(variant)) for c in batch for site, variant in c.changes.items()}
@@ -167,8 +173,8 @@ class Search:
                 self._try([_combined(best.plan, better, model)])
 
     def _worth_compiling(
-        self, rules: Candidate, candidates: Sequence[Candidate]
-    ) -> list[Candidate]:
+        self, rules: TuningCandidate, candidates: Sequence[TuningCandidate]
+    ) -> list[TuningCandidate]:
         """Return the candidates that may be the fastest by estimate, the fastest first.
 
         Those without an estimate come last: only a compile can tell.
@@ -187,13 +193,16 @@ class Search:
         return [c for _, c in sorted(near, key=lambda one: one[0])]
 
     def _promising(
-        self, base_candidate: Candidate, following: Sequence[Candidate], seen: set[tuple[int, str]]
-    ) -> list[Candidate]:
+        self,
+        base_candidate: TuningCandidate,
+        following: Sequence[TuningCandidate],
+        seen: set[tuple[int, str]],
+    ) -> list[TuningCandidate]:
         """Return the moves to compile next: the fastest by estimate, at most one for each worker.
 
         Moves slower than the best so far by `SLOWER_MOVE` are added to `seen`, never compiled.
         """
-        here_s, promising = self._look(base_candidate), list[tuple[float, Candidate]]()
+        here_s, promising = self._look(base_candidate), list[tuple[float, TuningCandidate]]()
         for candidate in following:
             known = candidate.key in self.looked
             if len(promising) >= self.workers and not known:
@@ -207,7 +216,7 @@ class Search:
                 break
         return [c for _, c in sorted(promising, key=lambda one: one[0])][: self.workers]
 
-    def _look(self, candidate: Candidate) -> float | None:
+    def _look(self, candidate: TuningCandidate) -> float | None:
         """Return the estimated seconds of a candidate; each is partitioned once."""
         if (known := self.looked.get(candidate.key)) is None:
             assert candidate.source is not None
@@ -218,7 +227,7 @@ class Search:
             known = self.looked[candidate.key] = replace(candidate, step_s=step_s)
         return known.step_s
 
-    def _looking(self, candidates: Sequence[Candidate]) -> Callable[[], bool]:
+    def _looking(self, candidates: Sequence[TuningCandidate]) -> Callable[[], bool]:
         """Return a function that estimates the next candidate; it returns False at the end."""
         remaining = iter(candidates[: _MOVES_AHEAD * self.workers])
 
@@ -233,7 +242,7 @@ class Search:
 
     def _try(
         self,
-        candidates: Sequence[Candidate],
+        candidates: Sequence[TuningCandidate],
         *,
         needed: bool = False,
         meanwhile: Callable[[], bool] = lambda: False,
@@ -276,7 +285,7 @@ class Search:
             return None
         return attempt(request, self.cache, min(remaining_s, _TIMEOUT_S), self.kernels)
 
-    def _lowered(self, candidate: Candidate) -> Ready | Failure:
+    def _lowered(self, candidate: TuningCandidate) -> Ready | Failure:
         """Lower a candidate; one that cannot be rewritten fails, but the rules' error is raised."""
         try:
             return self.lower(candidate.source)
@@ -301,8 +310,8 @@ class Search:
         return int(tried.result.peak_bytes > most), seconds
 
 
-def _combined(plan: Plan, better: Sequence[Tried], model: GranularityModel) -> Candidate:
+def _combined(plan: Plan, better: Sequence[Tried], model: GranularityModel) -> TuningCandidate:
     """Combine all moves that helped in one candidate."""
     changes = {site: variant for t in better for site, variant in t.candidate.changes.items()}
     name = " + ".join(t.candidate.name for t in better)
-    return Candidate(name, with_variants(plan, changes, model.rings), changes)
+    return TuningCandidate(name, with_variants(plan, changes, model.rings), changes)

@@ -16,9 +16,11 @@ from jaxoverlap.passes.planning.entries import source_of
 from jaxoverlap.passes.planning.profit import RingCosts
 from jaxoverlap.plan.edits import MakeRing
 from jaxoverlap.plan.plan import MadeFor, Plan, Variant
+from jaxoverlap.search.evaluate import estimated
+from jaxoverlap.search.found import found
 from jaxoverlap.step.context import StepContext
 from jaxoverlap.step.options import Options
-from jaxoverlap.step.pipeline import estimated, run_passes
+from jaxoverlap.step.pipeline import run_passes
 from jaxoverlap.step.program import StepProgram, as_it_is, lowered_as, request_of, step_program
 from jaxoverlap.step.trial import Request
 from jaxoverlap.tuning.lagom.granularity import Site, site_of
@@ -84,7 +86,7 @@ def target_of(call: jits.Call, start: StepContext, options: Options) -> TuningTa
         new = as_it_is(call, start.mesh)
         if source is not None:
             by = replace(options, plan=source) if isinstance(source, Plan) else source
-            new = step_program(call, by)
+            new = step_program(call, by, found)
         return lowered_as(call, new), new
 
     def lower(source: Source) -> Ready:
@@ -95,7 +97,7 @@ def target_of(call: jits.Call, start: StepContext, options: Options) -> TuningTa
     def look(source: Plan | Options) -> float | None:
         if isinstance(source, Plan):
             return estimated(start, source.edits)
-        return run_passes(call, source, start).step_s
+        return run_passes(call, source, found, start).step_s
 
     def compiled(source: Source) -> tuple[jax.stages.Compiled, Plan | None]:
         stage, new = lowered(source)
@@ -123,7 +125,7 @@ def every_ring(call: jits.Call, options: Options) -> tuple[tuple[Site, ...], Pla
     Raises:
         As `run_passes`.
     """
-    done = run_passes(call, replace(options, granularity=Variant(), rings=True))
+    done = run_passes(call, replace(options, granularity=Variant(), rings=True), found)
     assert done.step.cost is not None
     groups = groups_of(done.step.mesh, options.cluster)
     prices = RingCosts(done.step.cost, groups)

@@ -22,7 +22,14 @@ from jaxoverlap.plan.plan import Attempt, Measured, Nccl, Plan, Predictions
 from jaxoverlap.simulation.simulation import simulate
 from jaxoverlap.step.trial import Failure, Trial, schedule_of
 from jaxoverlap.tuning import clock
-from jaxoverlap.tuning.candidates import PLAIN, RULES, Candidate, seeds, ways, with_batch_split_of
+from jaxoverlap.tuning.candidates import (
+    PLAIN,
+    RULES,
+    TuningCandidate,
+    seeds,
+    ways,
+    with_batch_split_of,
+)
 from jaxoverlap.tuning.correction import Correction, correction
 from jaxoverlap.tuning.lagom.channels import CoTuned, co_tune
 from jaxoverlap.tuning.lagom.granularity import GranularityModel, granularity
@@ -176,7 +183,7 @@ def _attempt(tried: Tried, *, taken: bool) -> Attempt:
     )
 
 
-def _looked_at(one: Candidate) -> Attempt:
+def _looked_at(one: TuningCandidate) -> Attempt:
     """Return a plan's record of a candidate that was estimated and not compiled."""
     if one.step_s is None:
         return Attempt(name=one.name, why="could not be rewritten")
@@ -216,13 +223,13 @@ def _predicted(plan: Plan, chosen: CoTuned, best: Tried, plain: Tried) -> Plan:
 # -- by the clock ---------------------------------------------------------------------------------
 
 
-def _without_a_model(target: TuningTarget) -> list[Candidate]:
+def _without_a_model(target: TuningTarget) -> list[TuningCandidate]:
     """List the candidates to time without a cost model: seeds, and one variant for all rings."""
     _, rules = target.compiled(target.base)
     assert rules is not None
     return [
-        Candidate(PLAIN, None),
-        Candidate(RULES, target.base),
+        TuningCandidate(PLAIN, None),
+        TuningCandidate(RULES, target.base),
         *seeds(target.base, rules),
         *ways(target.base),
     ]
@@ -268,7 +275,7 @@ class _Steps:
         self._subject, self._console = target, console
         self._made: dict[str, tuple[Callable[..., Any], Plan | None]] = {}
 
-    def time(self, candidates: Sequence[Candidate]) -> dict[str, _Timed]:
+    def time(self, candidates: Sequence[TuningCandidate]) -> dict[str, _Timed]:
         """Time all candidates in turns."""
         target = self._subject
         with self._console.status(f"timing {len(candidates)} candidates"):

@@ -18,6 +18,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from jaxoverlap._jax import compat, inlining
+from jaxoverlap.passes.analysis.dims import DimNames
 from jaxoverlap.passes.analysis.jaxprs import dots, equations
 from jaxoverlap.passes.edited import EditedStep, check_sites, misfit
 from jaxoverlap.passes.halves.batch import BatchSplit, follow
@@ -25,7 +26,6 @@ from jaxoverlap.passes.halves.body import SplitBody
 from jaxoverlap.passes.halves.own_names import own_slices
 from jaxoverlap.passes.halves.start import BatchDim
 from jaxoverlap.passes.halves.windows import ShardedWindows
-from jaxoverlap.passes.layouts.dims import DimNames
 from jaxoverlap.plan.edits import SplitBatch
 
 _CALLS = ("custom_jvp_call", "custom_vjp_call", "eval_jaxpr", "closed_call", "core_call")
@@ -47,13 +47,12 @@ def run(step: EditedStep, edits: Sequence[SplitBatch]) -> EditedStep:
         raise misfit(edit, f"its {size} rows do not divide in {edit.shards} x {edit.parts}")
     dims, sizes = DimNames(step.jaxpr), dict(step.mesh.shape)
     rows = BatchDim(dims.of(operands[edit.operand])[edit.dim], edit.shards, 0)
-    unpinned = next(stage for stage in step.stages if stage.mesh == step.mesh)
     done = Halved(
         step.jaxpr,
         lambda var: rows.dim(dims, var),
         split,
         edit.unroll,
-        whole=ShardedWindows(unpinned.jaxpr, step.arguments, dims, sizes),
+        whole=ShardedWindows(step.unpinned.jaxpr, step.arguments, dims, sizes),
     )
     return step.to(done.jaxpr, {SplitBatch: done})
 

@@ -25,12 +25,14 @@ from typing import Any
 
 from jaxoverlap._jax import compat
 from jaxoverlap.passes.analysis.dim_rules import dim_rule
+from jaxoverlap.passes.analysis.dims import DimNames, Name
 from jaxoverlap.passes.analysis.jaxprs import MATMULS, equations
 from jaxoverlap.passes.edited import EditedStep, misfit
+from jaxoverlap.passes.evaluated import Evaluated, Proposal
 from jaxoverlap.passes.halves.batch import BatchSplit
 from jaxoverlap.passes.halves.halve import Halved
-from jaxoverlap.passes.layouts.dims import DimNames, Name
 from jaxoverlap.plan.edits import SplitExchange
+from jaxoverlap.plan.limits import EXCHANGE_CHUNKS
 
 _EXCHANGES = ("ragged_all_to_all", "all_to_all", "all_gather", "reduce_scatter")
 
@@ -55,6 +57,13 @@ def run(step: EditedStep, edits: Sequence[SplitExchange]) -> EditedStep:
     for edit in wanted.values():
         raise misfit(edit, f"the step has {number} shard_maps, counted from 0")
     return step.to(jaxpr)
+
+
+def propose(step: Evaluated) -> Iterator[Proposal]:
+    """Propose to send the exchanges of users' `shard_map`s in chunks, few ones first."""
+    for parts in EXCHANGE_CHUNKS:
+        if edits := tuple(split_exchanges(step.step, parts)):
+            yield Proposal(edits)
 
 
 def split_exchanges(step: EditedStep, parts: int) -> Iterator[SplitExchange]:

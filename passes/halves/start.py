@@ -1,6 +1,6 @@
 """Choose the batch dim along which a step is split: one that most of its matmuls have.
 
-The dims of a step have names (`passes/layouts/dims.py`). A dim of the batch is one that no weight
+The dims of a step have names (`passes/analysis/dims.py`). A dim of the batch is one that no weight
 has; most steps have two that every matmul has: the batch dim, and the sequence. A step
 without a backward pass may give back a batch of the type that it took, which then looks like a
 weight: there a dim that every matmul has and none contracts is the batch's. (Weight gradients
@@ -14,9 +14,9 @@ from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
+from jaxoverlap.passes.analysis.dims import DimNames, Name
 from jaxoverlap.passes.analysis.jaxprs import Dot, dots
 from jaxoverlap.passes.analysis.partitioned import Shardings
-from jaxoverlap.passes.layouts.dims import DimNames, Name
 from jaxoverlap.passes.layouts.layout import weights_of
 
 _COVERED = 0.5  # of the work of all matmuls: with less there is little to hide behind

@@ -10,9 +10,9 @@ from typing import Any
 from jax.sharding import NamedSharding
 
 from jaxoverlap._jax import compat
+from jaxoverlap.passes.analysis.dims import DimNames, Name
 from jaxoverlap.passes.analysis.einsum import Spec
 from jaxoverlap.passes.analysis.jaxprs import equations
-from jaxoverlap.passes.layouts.dims import DimNames, Name
 
 
 class ShardedWindows:

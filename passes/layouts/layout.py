@@ -23,8 +23,8 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from jaxoverlap.passes.analysis.dims import DimNames, Name
 from jaxoverlap.passes.analysis.einsum import Spec
-from jaxoverlap.passes.layouts.dims import DimNames, Name
 
 Layout = Mapping[str, tuple[Name, ...]]
 """For each mesh axis the names of dims that it may shard, in order of preference."""

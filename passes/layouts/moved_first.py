@@ -25,12 +25,13 @@ from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxoverlap._jax import compat, inlining
+from jaxoverlap.passes.analysis.dims import DimNames
 from jaxoverlap.passes.analysis.einsum import einsum_of
 from jaxoverlap.passes.analysis.jaxprs import Body, Dot, bodies, dots, map_bodies
 from jaxoverlap.passes.analysis.partitioned import Shardings, SpmdProgram
 from jaxoverlap.passes.analysis.reshards import Reshards
 from jaxoverlap.passes.edited import EditedStep, check_sites, misfit
-from jaxoverlap.passes.layouts.dims import DimNames
+from jaxoverlap.passes.evaluated import Evaluated, Proposal
 from jaxoverlap.passes.planning.matmuls import why_unfit
 from jaxoverlap.passes.rewriting.pin_results import dims_of, is_even
 from jaxoverlap.plan.edits import MovedFirst, MoveFirst, Spec
@@ -50,7 +51,13 @@ def run(step: EditedStep, edits: Sequence[MoveFirst]) -> EditedStep:
     return step.to(with_dims_first(step.jaxpr, named, step.mesh))
 
 
-def propose(step: EditedStep, program: SpmdProgram) -> Iterator[MoveFirst]:
+def propose(step: Evaluated) -> Iterator[Proposal]:
+    """Propose to put the dims first that collectives move in blocks that are not contiguous."""
+    if edits := tuple(moves_first(step.step, step.program)):
+        yield Proposal(edits)
+
+
+def moves_first(step: EditedStep, program: SpmdProgram) -> Iterator[MoveFirst]:
     """Yield an edit for each named dim that collectives move in blocks that are not contiguous."""
     names = DimNames(step.jaxpr)
     for name, axes in sorted(_moving(step, program, names).items()):

@@ -20,8 +20,8 @@ from jax.sharding import Mesh
 
 from jaxoverlap._jax import compat
 from jaxoverlap.passes.analysis.einsum import Spec
-from jaxoverlap.passes.analysis.partitioned import SpmdProgram
 from jaxoverlap.passes.edited import EditedStep, check_rank, misfit
+from jaxoverlap.passes.evaluated import Evaluated, Proposal
 from jaxoverlap.passes.layouts.layout import weights_of
 from jaxoverlap.passes.rewriting.pin_results import constrained, dims_of
 from jaxoverlap.plan.edits import GatherTable
@@ -39,9 +39,11 @@ def run(step: EditedStep, edits: Sequence[GatherTable]) -> EditedStep:
     return step.to(with_tables_gathered(step.jaxpr, edits, step.mesh))
 
 
-def propose(step: EditedStep, program: SpmdProgram) -> Iterator[GatherTable]:
-    """Yield edits that gather the tied tables of a step that axes of its batch shard."""
-    yield from tied_tables(step.jaxpr, step.arguments, step.mesh.shape)
+def propose(step: Evaluated) -> Iterator[Proposal]:
+    """Propose to gather the tied tables of a step that axes of its batch shard."""
+    unpinned = step.step.unpinned
+    if edits := tuple(tied_tables(unpinned.jaxpr, unpinned.arguments, unpinned.mesh.shape)):
+        yield Proposal(edits)
 
 
 def tied_tables(

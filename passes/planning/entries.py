@@ -28,6 +28,11 @@ def line_of(eqn: Any, around: Sequence[Any]) -> str:
     return short_source(file, line)
 
 
+def described(eqn: Any, around: Sequence[Any] = ()) -> str:
+    """Name an equation by its primitive and its source line, or that of an equation around it."""
+    return f"{eqn.primitive.name} ({line_of(eqn, around)})"
+
+
 def module_of(dot: Dot) -> str:
     """Return the named scopes around a matmul, as in "GPT.layers_0.mlp.up"; "" for none."""
     return compat.module_path((*dot.around, dot.eqn))

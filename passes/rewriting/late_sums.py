@@ -30,9 +30,12 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxoverlap._jax import compat, inlining
 from jaxoverlap.passes.analysis.def_use import DefUse
+from jaxoverlap.passes.analysis.dims import DimNames
 from jaxoverlap.passes.analysis.jaxprs import REMATS
+from jaxoverlap.passes.analysis.mesh import explicit_axes
 from jaxoverlap.passes.analysis.partitioned import Shardings
 from jaxoverlap.passes.edited import EditedStep, misfit
+from jaxoverlap.passes.evaluated import Evaluated, Proposal
 from jaxoverlap.plan.edits import SumLate
 
 _ADDS = ("add", "add_any")
@@ -53,8 +56,16 @@ def run(step: EditedStep, edits: Sequence[SumLate]) -> EditedStep:
     return step.to(jaxpr)
 
 
+def propose(step: Evaluated) -> Iterator[Proposal]:
+    """Propose to add up behind their scans all sums that can be."""
+    if explicit_axes(step.step.mesh):  # there types say how values lie
+        return
+    if edits := tuple(late_sums(step.step, DimNames(step.step.numbered.jaxpr), step.shardings)):
+        yield Proposal(edits)
+
+
 def late_sums(
-    step: EditedStep, names: Any, shardings: Mapping[Any, Shardings]
+    step: EditedStep, names: DimNames, shardings: Mapping[Any, Shardings]
 ) -> Iterator[SumLate]:
     """Yield edits for all sums of a step that could leave their scan.
 
@@ -75,7 +86,7 @@ def late_sums(
 
 
 def _axes_by_name(
-    step: EditedStep, names: Any, shardings: Mapping[Any, Shardings]
+    step: EditedStep, names: DimNames, shardings: Mapping[Any, Shardings]
 ) -> dict[int, tuple[str, ...]]:
     """Return the mesh axes that shard most values with a named dim."""
     counted: dict[int, Counter[tuple[str, ...]]] = {}
@@ -88,7 +99,7 @@ def _axes_by_name(
     return {name: of.most_common(1)[0][0] for name, of in counted.items()}
 
 
-def _cut(eqn: Any, names: Any, axes: Mapping[int, tuple[str, ...]], mesh: Mesh) -> _Cut:
+def _cut(eqn: Any, names: DimNames, axes: Mapping[int, tuple[str, ...]], mesh: Mesh) -> _Cut:
     """Return the dims over which devices add up, and the mesh axes on each."""
     (var,) = eqn.invars
     found = []

@@ -20,18 +20,17 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-import jax
 import msgspec
 from jax.sharding import Mesh, PartitionSpec
 
 from jaxoverlap._jax import compat
 from jaxoverlap.passes.analysis.einsum import Einsum
 from jaxoverlap.passes.analysis.jaxprs import Body, bodies, map_bodies
-from jaxoverlap.passes.analysis.partitioned import Shardings, SpmdProgram, partitioned
+from jaxoverlap.passes.analysis.partitioned import Shardings, SpmdProgram
 from jaxoverlap.passes.planning.layout import Layout, traffic
 from jaxoverlap.passes.planning.ring_plan import BodyRings, Ring
 from jaxoverlap.passes.rewriting.pin_results import constrained, dims_of, is_even
@@ -149,7 +148,7 @@ def _token_letters(einsum: Einsum) -> str:
 
 
 def partitioned_scattered(
-    traced: jax.stages.Traced,
+    partition: Callable[[Any], SpmdProgram],
     jaxpr: Any,
     where: Mapping[int, Point],
     shardings: Mapping[Any, Shardings],
@@ -161,7 +160,8 @@ def partitioned_scattered(
     way in which a matmul shares its work.
 
     Args:
-        traced, jaxpr: the step, as for `partitioned`.
+        partition: partitions a jaxpr of the step, and finds the shardings of its matmuls.
+        jaxpr: the step.
         where: the matmuls whose sums are scattered, by their number, from `points`.
         shardings: of the matmuls, as they are now.
         mesh: the step's mesh.
@@ -194,7 +194,7 @@ def partitioned_scattered(
             eqns += _summed(eqn, wanted[position], mesh) if position in wanted else [eqn]
         return eqns if wanted else None
 
-    spmd = partitioned(traced, map_bodies(jaxpr, constrain), mesh)
+    spmd = partition(map_bodies(jaxpr, constrain))
     # The first sink of each result is our own constraint, which the step does not have.
     shardings = {
         (key[0], positions[key]) if isinstance(key, tuple) else key: (

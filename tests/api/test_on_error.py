@@ -14,6 +14,7 @@ from jax.sharding import PartitionSpec as P
 
 from jaxoverlap import RewriteError, overlap
 from jaxoverlap.passes.rewriting import rewrite
+from jaxoverlap.step import context
 
 pytestmark = pytest.mark.anew  # XLA is made to refuse what it compiles
 
@@ -30,14 +31,10 @@ def product(x, w):
 # -- faults of our own ----------------------------------------------------------------------------
 
 STAGES = (
-    *(
-        "context.flatten",
-        "context.made_for",
-        "candidates.bodies",
-        "candidates.decide",
-        "candidates.apply",
-    ),
-    *("rewrite", "share", "program.options_for"),
+    *("step.context.flatten", "step.context.made_for", "step.program.options_for"),
+    *("search.found.search", "search.evaluate.apply"),
+    *("passes.rewriting.propose.bodies", "passes.rewriting.propose.decide"),
+    *("passes.rewriting.rewrite.rewrite", "passes.planning.decide.share"),
 )
 
 
@@ -48,10 +45,8 @@ def fault(request, monkeypatch) -> None:
     def fail(*_, **__):
         raise KeyError("Var(id=1)")
 
-    in_passes = {"share": "planning.decide.share", "rewrite": "rewriting.rewrite.rewrite"}
-    at = in_passes.get(request.param)
-    where = f"passes.{at}" if at else f"step.{request.param}"
-    monkeypatch.setattr(f"jaxoverlap.{where}", fail)
+    context._known.cache_clear()  # what was found out about the step before
+    monkeypatch.setattr(f"jaxoverlap.{request.param}", fail)
 
 
 WHERE = r"KeyError: 'Var\(id=1\)' \(\w+/\w+\.py:\d+, in \w+\)"
@@ -98,7 +93,7 @@ def test_another_fault_in_another_signature_is_told_too(monkeypatch):
         def fail(*_, fault=fault, **__):
             raise KeyError(fault)
 
-        monkeypatch.setattr("jaxoverlap.step.candidates.decide", fail)
+        monkeypatch.setattr("jaxoverlap.passes.rewriting.propose.decide", fail)
         with pytest.warns(UserWarning, match=f"KeyError: '{fault}'"):
             step(*args)
 

@@ -9,10 +9,10 @@ import numpy as np
 from jax.sharding import AxisType
 
 from jaxoverlap._jax import explicit, jits
+from jaxoverlap.passes.analysis.dims import DimNames
 from jaxoverlap.passes.analysis.flatten import flatten
 from jaxoverlap.passes.analysis.jaxprs import dots
 from jaxoverlap.passes.layouts import moved_first
-from jaxoverlap.passes.layouts.dims import DimNames
 from jaxoverlap.passes.layouts.layout import by_size, spec_of
 from jaxoverlap.passes.layouts.pins import pinnable
 from jaxoverlap.plan.edits import MovedFirst, MoveFirst, Pin

@@ -11,10 +11,10 @@ import numpy as np
 from jax import lax
 
 from jaxoverlap._jax import compat
+from jaxoverlap.passes.analysis.dims import DimNames
 from jaxoverlap.passes.analysis.flatten import flatten
 from jaxoverlap.passes.halves.batch import BatchSplit
 from jaxoverlap.passes.halves.halve import Halved
-from jaxoverlap.passes.layouts.dims import DimNames
 
 B, S, D, V, L = 8, 4, 6, 10, 4
 CUT = BatchSplit(2, 2)

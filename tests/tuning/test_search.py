@@ -23,7 +23,7 @@ from jaxoverlap.tuning import search as the_search
 from jaxoverlap.tuning.candidates import (
     PLAIN,
     RULES,
-    Candidate,
+    TuningCandidate,
     exposed_s,
     moves,
     rows,
@@ -359,7 +359,7 @@ def test_the_models_plans_are_tried_before_others():
 
 def test_settings_are_memory_and_what_xla_merges():
     merges = "xla_gpu_all_gather_combine_threshold_bytes"
-    at = Candidate("rules", BASE)
+    at = TuningCandidate("rules", BASE)
     rules = plan(ring(1), xla_options={"a": "1", merges: "1"}, schedule=SCHEDULE)
     plans = {c.name: c.source for c in settings(at, rules)}
     assert set(plans) == {"rules, slack 0.05", "rules, XLA merges", "rules, merges to 1 GiB"}

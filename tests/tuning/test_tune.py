@@ -24,7 +24,7 @@ from jaxoverlap.step import program
 from jaxoverlap.step.trial import Trial
 from jaxoverlap.tuning import clock
 from jaxoverlap.tuning import tune as tune_module
-from jaxoverlap.tuning.candidates import Candidate
+from jaxoverlap.tuning.candidates import TuningCandidate
 from jaxoverlap.tuning.search import Tried
 from tests.support.megatron import POD, megatron
 from tests.support.pods import pytestmark as pods
@@ -158,7 +158,7 @@ def corrected(monkeypatch, simulated: dict[str, tuple[float, float]], clock_s: d
             "step_s": step_s,
             "exposed_s": exposed_s,
         }
-        return Tried(Candidate(name, None, {}), plans[name], Trial(**given))
+        return Tried(TuningCandidate(name, None, {}), plans[name], Trial(**given))
 
     def time_them(_, candidates):
         turns.append([c.name for c in candidates])

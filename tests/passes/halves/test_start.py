@@ -7,10 +7,10 @@ import jax.numpy as jnp
 import pytest
 from jax import lax
 
+from jaxoverlap.passes.analysis.dims import DimNames
 from jaxoverlap.passes.analysis.jaxprs import dots
 from jaxoverlap.passes.analysis.partitioned import Shardings
 from jaxoverlap.passes.halves.start import batch_dims
-from jaxoverlap.passes.layouts.dims import DimNames
 
 SIZES = {"data": 4, "model": 2}
 

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jaxoverlap.passes.layouts.dims import DimNames
+from jaxoverlap.passes.analysis.dims import DimNames
 from jaxoverlap.passes.layouts.layout import by_size, neighbours, spec_of, starts
 
 B, S, D, H = range(4)

@@ -14,10 +14,10 @@ from jax.sharding import PartitionSpec as P
 
 import jaxoverlap
 from jaxoverlap import overlap
+from jaxoverlap.passes.analysis.dims import DimNames
 from jaxoverlap.passes.analysis.flatten import flatten
 from jaxoverlap.passes.analysis.partitioned import Shardings
 from jaxoverlap.passes.edited import EditedStep
-from jaxoverlap.passes.layouts.dims import DimNames
 from jaxoverlap.passes.rewriting.late_sums import late_sums
 from jaxoverlap.plan.edits import DropTypes, SumLate, in_order
 from tests.support.pods import marked

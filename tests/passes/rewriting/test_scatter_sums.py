@@ -17,10 +17,9 @@ from jaxoverlap import Decision, Plan
 from jaxoverlap.passes.analysis.jaxprs import bodies
 from jaxoverlap.passes.analysis.partitioned import Shardings as Read
 from jaxoverlap.passes.planning.decide import decide
-from jaxoverlap.passes.rewriting import scatter_sums as scattered
+from jaxoverlap.passes.rewriting import propose
 from jaxoverlap.passes.rewriting.scatter_sums import Point, exposure, points
 from jaxoverlap.plan.plan import Remaining
-from jaxoverlap.step import candidates
 from tests.support.engine import assert_close, equations
 from tests.support.terms import terms_of
 
@@ -184,7 +183,7 @@ def test_the_gradients_of_q_k_and_v_travel_as_one(plan):
 
 def test_bytes_before_and_after(step, plan, monkeypatch):
     """The same bytes move, but for scales' gradients; the half that nothing hid is in rings now."""
-    monkeypatch.setattr(candidates, "points", lambda _: {})
+    monkeypatch.setattr(propose, "points", lambda _: {})
     before = jaxoverlap.overlap(step).explain(weights(), rows())
     assert {d.kind for d in on_model(before)} == {"matmul_all_reduce"}
 
@@ -318,13 +317,13 @@ def test_explicit_meshes_are_left_alone():
 
 def test_a_step_without_such_sums_is_not_asked_about_again(monkeypatch):
     asked = []
-    partitioned = scattered.partitioned
+    partitioned = propose.partitioned_scattered
 
     def counted(*args, **kwargs):
         asked.append(args)
         return partitioned(*args, **kwargs)
 
-    monkeypatch.setattr(scattered, "partitioned", counted)
+    monkeypatch.setattr(propose, "partitioned_scattered", counted)
     step = jax.jit(lambda w, x: jax.nn.relu(x @ w[0]))
     x = jax.device_put(rows(), NamedSharding(mesh_of(), P("data", "model")))
     jaxoverlap.overlap(step).explain(mlp_weights()[0], x)

@@ -29,13 +29,13 @@ from jaxoverlap._util.files import kept_folder
 from jaxoverlap._util.text import human_bytes
 from jaxoverlap.cost.model import CostModel
 from jaxoverlap.flags.published import COMPARED
-from jaxoverlap.plan.limits import CLEAR_GAIN, CLOSE_ESTIMATES, CLOSE_UNROLLED, EXPOSED
+from jaxoverlap.plan.limits import CLEAR_GAIN, EXPOSED
 from jaxoverlap.plan.plan import Plan
 from jaxoverlap.plan.speedup import CandidateName, Overlapped, Speedup, milliseconds
+from jaxoverlap.search.joining import joining
 from jaxoverlap.simulation.replay import UNKNOWN_TRIPS
 from jaxoverlap.simulation.simulation import simulate
 from jaxoverlap.simulation.slower_rules import lost
-from jaxoverlap.step.joining import joining
 from jaxoverlap.step.trial import Failure, Request, attempt, schedule_of
 
 _TIMEOUT_S = 3600.0  # of a child; what takes as long is stuck
@@ -87,7 +87,7 @@ class Comparison:
         plan: the plan of the overlapped step.
         cost: the cost model to simulate by.
         reorders: whether the scheduler pass may order the plain step.
-        may_split: whether the estimate decides if the batch is split.
+        close: the candidates with another batch split that may be as fast by the estimate.
         lowered: returns the step lowered as one of the candidates, and its `program.StepProgram`.
         request: returns the request for a child to compile a candidate with further compiler
             options. Raises a ValueError for a step that no child can compile.
@@ -97,7 +97,7 @@ class Comparison:
     plan: Plan
     cost: CostModel
     reorders: bool
-    may_split: bool
+    close: tuple[CandidateName, ...]
     lowered: Callable[[CandidateName], tuple[jax.stages.Lowered, Any]]
     request: Callable[[CandidateName, Mapping[str, Any] | None], Request]
 
@@ -112,22 +112,6 @@ class Comparison:
         price = self.plan.price
         clear = price is not None and price.step_s < price.plain_s * (1 - CLEAR_GAIN)
         return self.reorders and bool(self.plan.edits) and not clear
-
-    @property
-    def compares_split(self) -> bool:
-        """Return whether the estimates with and without a batch split are close."""
-        halves = self.plan.halves
-        if not self.may_split or halves is None or halves.whole_s is None or halves.step_s is None:
-            return False
-        return abs(halves.step_s / halves.whole_s - 1) < CLOSE_ESTIMATES
-
-    @property
-    def compares_unrolled(self) -> bool:
-        """Return whether the estimates of a split step with scans unrolled and not are close."""
-        cut = self.plan.cut
-        if not self.may_split or cut is None or cut.other_unroll_s is None or cut.step_s is None:
-            return False
-        return abs(cut.other_unroll_s / cut.step_s - 1) < CLOSE_UNROLLED
 
     def decided_here(
         self,
@@ -162,9 +146,7 @@ class Comparison:
     def _others(self) -> tuple[CandidateName, ...]:
         """Return the candidates that are always compared with the overlapped step."""
         reordered: tuple[CandidateName, ...] = ("reordered",) if self.is_close else ()
-        other_rows: tuple[CandidateName, ...] = ("other rows",) if self.compares_split else ()
-        loops: tuple[CandidateName, ...] = ("other loops",) if self.compares_unrolled else ()
-        return ("plain", *reordered, *other_rows, *loops)
+        return ("plain", *reordered, *self.close)
 
     def _in_child(
         self,

@@ -24,11 +24,12 @@ from jaxoverlap.plan.halves import Halves
 from jaxoverlap.plan.plan import Decision, Plan, Predictions
 from jaxoverlap.plan.price import Price
 from jaxoverlap.plan.speedup import Speedup
+from jaxoverlap.search import never_slower
+from jaxoverlap.search.joining import SCATTERS, joining
+from jaxoverlap.search.never_slower import Comparison, CompiledStep, Unsimulated, choose, predicted
 from jaxoverlap.simulation.slower_rules import lost
 from jaxoverlap.simulation.timeline import Event, Timeline
-from jaxoverlap.step import never_slower, trial
-from jaxoverlap.step.joining import SCATTERS, joining
-from jaxoverlap.step.never_slower import Comparison, CompiledStep, Unsimulated, choose, predicted
+from jaxoverlap.step import trial
 from jaxoverlap.step.trial import Failure, Trial
 from tests.support.megatron import megatron
 from tests.support.pods import pytestmark as pods
@@ -593,9 +594,9 @@ def test_process_0_chooses_for_all(children, monkeypatch):
         given.append((what, processes))
         return msgspec.json.encode(told).decode()
 
-    monkeypatch.setattr("jaxoverlap.step.choice.handed", handed)
-    for module in ("program", "choice"):
-        monkeypatch.setattr(f"jaxoverlap.step.{module}.processes_of", lambda mesh: (0, 1))
+    monkeypatch.setattr("jaxoverlap.search.choice.handed", handed)
+    for module in ("step.program", "search.choice"):
+        monkeypatch.setattr(f"jaxoverlap.{module}.processes_of", lambda mesh: (0, 1))
     monkeypatch.setattr("jaxoverlap.step.program.meet", lambda agreement, within_s: True)
     step = on_gpus()
     with pytest.warns(UserWarning, match="product runs as it is, which takes"):

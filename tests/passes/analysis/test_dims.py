@@ -10,7 +10,7 @@ import pytest
 from jax import lax
 
 from jaxoverlap._jax import compat
-from jaxoverlap.passes.layouts.dims import DimNames
+from jaxoverlap.passes.analysis.dims import DimNames
 
 
 def named(fn: Callable, *shapes: tuple[int, ...], dtype=jnp.float32) -> tuple[list, list]:

@@ -14,7 +14,6 @@ import jaxoverlap
 from jaxoverlap.hardware.pods import compiler_options
 from jaxoverlap.passes.analysis.errors import RewriteError
 from jaxoverlap.step import context as step_context
-from jaxoverlap.step import layouts as step_layouts
 from tests.support.pods import pytestmark  # noqa: F401 - marks every test of this file
 
 POD, AXES = "h100-sxm:2x4", {"fsdp": 2, "tp": 4}
@@ -76,26 +75,21 @@ def test_a_step_without_constraints_is_repaired(plan):
 def test_a_plan_keeps_the_layouts_and_is_followed_without_a_search(plan, args, monkeypatch):
     again = jaxoverlap.Plan.from_json(plan.to_json())
     assert again.layouts == plan.layouts
-    monkeypatch.setattr("jaxoverlap.step.layouts._searched", pytest.fail)
+    monkeypatch.setattr("jaxoverlap.search.found.search", pytest.fail)
     followed = jaxoverlap.overlap(jax.jit(step), plan=again, cluster=POD).explain(*args)
     assert followed.layouts == plan.layouts
 
 
 def test_a_layout_that_xla_refuses_is_not_taken(args, monkeypatch):
-    edited, partitioned = step_layouts._Evaluator.edited, step_context.partitioned
-    with_pins = []
-
-    def recorded(evaluator, edits):
-        after = edited(evaluator, edits)
-        with_pins.extend([after.jaxpr] if edits else [])
-        return after
+    partitioned = step_context.partitioned
 
     def refusing(traced, jaxpr, mesh, *, ask=True):
-        if any(jaxpr is one for one in with_pins):
+        asked.append(jaxpr)
+        if len(asked) > 1:  # the first is the step as it is
             raise RewriteError("XLA's partitioner gave no answer")
         return partitioned(traced, jaxpr, mesh, ask=ask)
 
-    monkeypatch.setattr("jaxoverlap.step.layouts._Evaluator.edited", recorded)
+    asked: list[object] = []
     monkeypatch.setattr("jaxoverlap.step.context.partitioned", refusing)
     fresh = jax.jit(lambda *given: step(*given))  # what was found for another is remembered
     layouts = jaxoverlap.overlap(fresh, cluster=POD).explain(*args).layouts

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import types
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import msgspec
@@ -15,7 +18,9 @@ from benchmarks import plain_gpt
 from jaxoverlap.cost.find import cost_model
 from jaxoverlap.hardware.cluster import parse_cluster
 from jaxoverlap.passes.analysis.partitioned import SpmdProgram
-from jaxoverlap.step.memory import fits
+from jaxoverlap.passes.layouts.memory import estimated_peak_bytes
+from jaxoverlap.search.candidate import Candidate, Evaluation
+from jaxoverlap.search.memory import unrolled_fits
 from tests.support.pods import pytestmark  # noqa: F401 - marks every test of this file
 
 GPT_POD = "h100-sxm:8x8"
@@ -241,4 +246,7 @@ ENTRY %main (x: s8[{arguments},1000000000]) -> s8[1] {{
 }}
 """
     spmd = SpmdProgram(shardings={}, results=(), text=text, num_devices=8)
-    assert fits(spmd, cost_model(parse_cluster("h100-sxm:1x8"))) == fit
+    answer = Evaluation(1.0, estimated_peak_bytes(spmd.module))
+    known: Any = types.SimpleNamespace(program=spmd)
+    made = Candidate("scans unrolled", (), answer, evaluated=known)
+    assert (unrolled_fits(cost_model(parse_cluster("h100-sxm:1x8")), made) == "") == fit

@@ -1,0 +1,274 @@
+"""Record in a plan what the search's trail says: layouts, the batch split, each matmul's entry."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any, Literal
+
+import msgspec
+
+from jaxoverlap.passes.analysis.dims import DimNames
+from jaxoverlap.passes.analysis.jaxprs import Dot, dots
+from jaxoverlap.passes.analysis.partitioned import SpmdProgram
+from jaxoverlap.passes.evaluated import Proposal
+from jaxoverlap.passes.halves.least_matmul import least_matmul
+from jaxoverlap.passes.halves.propose import examples
+from jaxoverlap.passes.layouts.pins import Pins
+from jaxoverlap.passes.layouts.propose import aborting_convolutions, pins_of
+from jaxoverlap.passes.planning.entries import described, source_of
+from jaxoverlap.plan.decisions import Decision, Reason, ScatteredSum, Skip, without_rings
+from jaxoverlap.plan.edits import (
+    DropTypes,
+    GatherTable,
+    MakeRing,
+    MoveFirst,
+    Pin,
+    PinResults,
+    SplitBatch,
+)
+from jaxoverlap.plan.halves import Halves
+from jaxoverlap.plan.layouts import KeptEdit, Layouts, PinnedResult
+from jaxoverlap.plan.limits import GAIN
+from jaxoverlap.plan.speedup import milliseconds
+from jaxoverlap.plan.trail import Proposed
+from jaxoverlap.search.candidate import Candidate
+from jaxoverlap.search.search import Trail
+from jaxoverlap.search.stages import LAYOUT_STAGES, SPLIT
+from jaxoverlap.simulation import hlo
+from jaxoverlap.step.context import StepContext
+
+_OF_LAYOUTS = (DropTypes, Pin, PinResults, GatherTable, MoveFirst)
+
+
+def laid_out(taken: Candidate) -> Candidate:
+    """Return a candidate without its batch split and rings."""
+    return next(
+        one
+        for one in reversed(taken.line)
+        if all(isinstance(edit, _OF_LAYOUTS) for edit in one.edits)
+    )
+
+
+# -- layouts --------------------------------------------------------------------------------------
+
+
+def layouts_of(step: StepContext, trail: Trail, taken: Candidate) -> Layouts:
+    """Record the results that are pinned, and what else of the layout is changed."""
+    best, plain = laid_out(taken), trail.rows[0]
+    jaxpr, pins = step.jaxpr, pins_of(best.known.step)
+    names = DimNames(jaxpr)
+    by_edits = {frozenset(row.edits): row.seconds for row in trail.rows}
+    only_pins = next(one for one in reversed(best.line) if not one.has(GatherTable, MoveFirst))
+
+    def gain_s(site: int) -> float | None:
+        fewer = (edit for edit in only_pins.edits if getattr(edit, "site", None) != site)
+        without_s = by_edits.get(frozenset(fewer), math.inf)
+        return without_s - only_pins.seconds if without_s < math.inf else None
+
+    layout = best.known.notes.get(Pin, {}) if pins else {}
+    return Layouts(
+        pins=tuple(_pinned(jaxpr, pins, gain_s)),
+        kept=tuple(_kept(best)),
+        plain_s=plain.seconds,
+        step_s=best.seconds,
+        plain_peak_bytes=plain.evaluation.peak_bytes,
+        peak_bytes=best.evaluation.peak_bytes,
+        memory_bytes=step.cost.cluster.chip.memory_bytes if step.cost else 0,
+        questions=sum(1 for _ in trail.of(*LAYOUT_STAGES)),
+        axes={axis: examples(jaxpr, names, order) for axis, order in layout.items()},
+        unnamed=tuple(dict.fromkeys(map(described, names.unnamed))),
+        aborting=tuple(
+            dict.fromkeys(described(*at) for at in aborting_convolutions(step.edited.unpinned))
+        ),
+    )
+
+
+def _pinned(jaxpr: Any, pins: Pins, gain_s: Any) -> list[PinnedResult]:
+    first = dict[str, Dot]()
+    for dot in dots(jaxpr):  # the first matmul of each line is the forward pass's
+        first.setdefault(source_of(dot), dot)
+    return [
+        PinnedResult(
+            site=dot.index,
+            source=source_of(dot),
+            type=_type(dot),
+            part=_part(dot, first[source_of(dot)], pins),
+            spec=pins[dot.index],
+            gain_s=gain_s(dot.index),
+        )
+        for dot in dots(jaxpr)
+        if dot.index in pins
+    ]
+
+
+def _kept(best: Candidate) -> list[KeptEdit]:
+    """Return the further edits of a layout, each with its share of what its pass saves."""
+    kept = []
+    for one in best.line[1:]:
+        edits = [e for e in one.proposal.edits if isinstance(e, GatherTable | MoveFirst)]
+        if edits and one.parent:
+            gain_s = (one.parent.seconds - one.seconds) / len(edits)
+            kept += [KeptEdit(edit=str(edit), gain_s=gain_s) for edit in edits]
+    return kept
+
+
+def _type(dot: Dot) -> str:
+    aval = dot.eqn.outvars[0].aval
+    return f"{aval.dtype}[{','.join(map(str, aval.shape))}]"
+
+
+def _part(dot: Dot, forward: Dot, pins: Pins) -> Literal["result", "operand"]:
+    """Return 'result' if a pin is sharded as its line's forward result, else 'operand'."""
+    other = pins.get(forward.index, pins[dot.index]) != pins[dot.index]
+    return "operand" if other or _type(dot) != _type(forward) else "result"
+
+
+# -- the batch split ------------------------------------------------------------------------------
+
+
+def halves_of(step: StepContext, trail: Trail, taken: Candidate, parts: int) -> Halves:
+    """Record whether the batch is split, and what the step takes with and without.
+
+    Args:
+        step: the step.
+        trail: the trail of a search that has considered it.
+        taken: the candidate that the record is of.
+        parts: the number of parts.
+    """
+    known = [row for row in trail.rows if row.seconds < math.inf]
+    whole_s = min((row.seconds for row in known if not row.has(SplitBatch)), default=None)
+    split = taken if taken.has(SplitBatch) else _best_split(trail)
+    if split is None:
+        tried = [row for row in trail.of(SPLIT) if row.parent in taken.line] or [*trail.of(SPLIT)]
+        why_not = tried[0].evaluation.refusal if tried else "no search was made"
+        return Halves(parts=parts, why_not=why_not)
+    record = _split(step, split, parts)
+    step_s = split.evaluation.step_s
+    if whole_s is None or step_s is None:
+        return record
+    others = [row for row in known if (unroll := _unroll(row)) and unroll != record.unroll]
+    other = min(others, key=lambda row: row.seconds, default=None)
+    why_not = ""
+    if not taken.has(SplitBatch):
+        slower = step_s >= whole_s
+        why_not = (
+            "the step is faster without a split" if slower else f"it gains less than {GAIN:.0%}"
+        )
+    return msgspec.structs.replace(
+        record,
+        whole_s=whole_s,
+        step_s=step_s,
+        other_unroll=other and _unroll(other),
+        other_unroll_s=other and other.seconds,
+        why_not=why_not,
+    )
+
+
+def _best_split(trail: Trail) -> Candidate | None:
+    """Return the fastest candidate whose batch is split; None if there is none."""
+    split = (row for row in trail.rows if row.has(SplitBatch) and not row.evaluation.refusal)
+    return min(split, key=lambda row: row.seconds, default=None)
+
+
+def _unroll(row: Candidate) -> int | None:
+    return next((edit.unroll for edit in row.edits if isinstance(edit, SplitBatch)), None)
+
+
+def _split(step: StepContext, split: Candidate, parts: int) -> Halves:
+    """Record a batch split: its dim, and what XLA's options have to keep apart."""
+    first = next(row for row in split.line if row.has(SplitBatch))
+    assert first.parent is not None
+    whole, cut = first.parent.known, first.known
+    halved = split.known.step.facts[SplitBatch]
+    edit = next(edit for edit in split.edits if isinstance(edit, SplitBatch))
+    least = least_matmul(
+        whole.step.jaxpr, cut.step.numbered.jaxpr, cut.shardings, parts, step.mesh.shape
+    )
+    return Halves(
+        parts=parts,
+        rows=split.known.notes[SplitBatch],
+        shards=edit.shards,
+        unroll=halved.unroll,
+        mixing=tuple(dict.fromkeys(map(described, halved.mixing))),
+        least_sum=min(_sums(cut.program) - _sums(whole.program), default=None),
+        least_matmul=least,
+    )
+
+
+def _sums(program: SpmdProgram) -> set[int]:
+    """Return the sizes in bytes of the all-reduces of a partitioned step."""
+    return {
+        hlo.shape_bytes(i.shape)
+        for body in program.module.computations.values()
+        for i in body
+        if i.opcode == "all-reduce"
+    }
+
+
+# -- each matmul ----------------------------------------------------------------------------------
+
+
+def entries_of(
+    trail: Trail, taken: Candidate
+) -> tuple[tuple[Decision | Skip, ...], tuple[ScatteredSum, ...]]:
+    """Return the entry of each matmul, and the sums of activations that stay scattered."""
+    decided = [row for row in taken.line if MakeRing in row.proposal.notes]
+    if decided:
+        found = decided[-1].proposal.notes[MakeRing]
+        sums = (ScatteredSum(site=i, dim=p.dim, axes=p.axes) for i, p in found.sums.items())
+        return found.entries, tuple(sums)
+    line = {*taken.line}
+    tried = [row for row in trail.rows if MakeRing in row.proposal.notes and row.parent in line]
+    entries = tried[0].proposal.notes[MakeRing].entries
+    return without_rings(entries, Reason("not ringed", _why_none(tried))), ()
+
+
+def _why_none(tried: Sequence[Candidate]) -> str:
+    """Say why no ring of those that were tried is made."""
+    before = tried[0].parent
+    assert before is not None
+    if before.evaluation.step_s is None:
+        return tried[0].evaluation.refusal
+    with_rings = [row for row in tried if row.has(MakeRing) and row.seconds < math.inf]
+    rings_s = min((row.seconds for row in with_rings), default=math.inf)
+    why = f"estimated step time {before.seconds * 1e3:.4g} ms without rings"
+    why += f", {rings_s * 1e3:.4g} with" if rings_s < math.inf else ""
+    return why + (f": it gains less than {GAIN:.0%}" if rings_s < before.seconds else "")
+
+
+# -- the trail ------------------------------------------------------------------------------------
+
+
+def proposed(trail: Trail, taken: Candidate) -> tuple[Proposed, ...]:
+    """Record the candidates of a search, and why all but those that were taken were not."""
+    line = {*taken.line}
+    return tuple(
+        Proposed(
+            stage=row.stage,
+            edits=_counted(row.proposal),
+            step_s=row.evaluation.step_s,
+            why_not="" if row in line else _why_not(row, taken),
+        )
+        for row in trail.rows[1:]
+    )
+
+
+def _counted(proposal: Proposal) -> str:
+    counts = Counter(type(edit).__name__ for edit in proposal.edits)
+    return ", ".join(f"{n} {kind}" for kind, n in counts.items()) or "none"
+
+
+def _why_not(row: Candidate, taken: Candidate) -> str:
+    """Say why a candidate was not taken: it may not be, gains too little, or another is faster."""
+    assert row.parent is not None
+    if row.evaluation.refusal:
+        return row.evaluation.refusal
+    if row.evaluation.step_s is None:
+        return "other edits send fewer bytes"
+    if row.seconds >= row.parent.seconds:
+        return f"not faster than without: {milliseconds(row.parent.seconds)}"
+    if row.seconds > taken.seconds:
+        return "another is faster"
+    return f"it gains too little on {milliseconds(row.parent.seconds)}"
