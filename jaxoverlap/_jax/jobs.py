@@ -28,10 +28,10 @@ class Job:
 
     Attributes:
         module: StableHLO, as MLIR bytecode.
-        options: `xla_client.CompileOptions`, serialized; they name devices as `places` does.
+        options: `xla_client.CompileOptions`, serialized; they name devices as `positions` does.
         platform: the devices' platform: "cuda" or "cpu".
-        places: for each device, in the order of the mesh, the rank of its id. Ids may differ where
-            the module is compiled.
+        positions: for each device, in the order of the mesh, the rank of its id. Ids may differ
+            where the module is compiled.
         answers: the answers of operations that partition themselves by Python.
     """
 

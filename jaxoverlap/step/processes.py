@@ -71,7 +71,7 @@ def meet(agreement: Agreement, within_s: float) -> bool:
     """Wait for the other processes, and see whether all are about to compile the same.
 
     Args:
-        stand: what this one is about to compile.
+        agreement: what this one is about to compile.
         within_s: how long the first that comes waits for the last.
 
     Returns:

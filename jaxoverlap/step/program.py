@@ -50,7 +50,7 @@ class StepProgram:
         source: the parameters as traced, to run the step as it is.
         cluster: the cluster that it runs on, where that is known.
         ordering: the scheduler pass that it is compiled with.
-        stand: what the processes have still to agree on; None where they have, or there is one.
+        agreement: what the processes have still to agree on; None where they have, or there is one.
         notice: why nothing is overlapped; None where something is, or nothing was requested.
         error: why there is no plan; None where there is one, or where another process failed.
         cost: the cost model of its cluster, where there is one.
@@ -361,7 +361,7 @@ def _agreement(
 
 
 def _failed(call: jits.Call, error: Exception, *, plain: bool) -> Agreement | None:
-    """Make the stand that says that a step failed here; None if there are no other processes.
+    """Make the agreement that says that a step failed here; None if there are no other processes.
 
     The mesh names the processes. A step without a mesh has failed in all of them.
     """

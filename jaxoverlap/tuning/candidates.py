@@ -197,8 +197,8 @@ def with_variants(
 
     Args:
         plan: the plan.
-        ways: the variant of each ring to change, by the id of its first matmul; "plain" does not
-            decompose it.
+        variants: the variant of each ring to change, by the id of its first matmul; "plain" does
+            not decompose it.
         rings: the rings that there could be, for those that the plan has not.
     """
     gone = {site for site, variant in variants.items() if variant.style == "plain"}

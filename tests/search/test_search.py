@@ -12,6 +12,7 @@ from jaxoverlap.passes.evaluated import Proposal
 from jaxoverlap.plan.decisions import Variant
 from jaxoverlap.plan.edits import EditedMatmul, MakeRing, Pin, SplitBatch
 from jaxoverlap.search.candidate import Candidate, Evaluation
+from jaxoverlap.search.found import _close
 from jaxoverlap.search.search import ANYWAY, Budget, Stage, Trail, search
 
 RING = MakeRing(kind="all_gather", axis="a", variant=Variant(), matmuls=(EditedMatmul(site=0),))
@@ -188,3 +189,25 @@ def test_the_best_of_each_kind_goes_on():
     assert [set(row.edits) for row in trail.left] == [{pin(0)}, {pin(0), HALVES}]
     behind = Machine(saving(p0=1, halves=3)).search(layouts, split, narrow)
     assert [set(row.edits) for row in behind.left] == [{pin(0), HALVES}]
+
+
+@pytest.mark.parametrize(
+    ("unsplit_s", "unrolled_s", "close"),
+    [
+        (9.5, 9.1, {"other rows", "other loops"}),
+        (9.5, 8.9, {"other rows", "other loops"}),
+        (9.5, 9.2, {"other rows"}),
+        (9.7, 9.2, set()),
+    ],
+)
+def test_what_the_estimate_hardly_tells_apart_is_compiled(
+    unsplit_s: float, unrolled_s: float, close: set[str]
+):
+    """The split step takes 9 s: others within 6% are close to it, unrolled ones within 1.5%."""
+    unrolled = SplitBatch(site=0, operand=0, dim=0, parts=2, unroll=2)
+    seconds = {(): unsplit_s, (HALVES,): 9.0, (unrolled,): unrolled_s}
+    machine = Machine(lambda edits: seconds[tuple(edits)])
+    left = [machine.candidate("stage", edits) for edits in seconds]
+    found = _close(Trail(list(left), left))
+    assert found.keys() == close
+    assert all(name == "other rows" or one.has(SplitBatch) for name, one in found.items())

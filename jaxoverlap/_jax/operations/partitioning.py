@@ -26,7 +26,7 @@ class Before:
     """An operand that an earlier operation may have gathered along one dim.
 
     Attributes:
-        place: its index among this operation's operands.
+        position: its index among this operation's operands.
         dim: the dim.
         by: the operation before.
         number: the number that the operand has there.
