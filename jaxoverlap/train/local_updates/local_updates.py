@@ -307,7 +307,7 @@ class LocalUpdates(OverWorkers):
     ) -> tuple[Hashable, Callable[[], Any]]:
         """Return the key of a round's program and what makes it, which holds shapes alone.
 
-        A round of compressed averages is compiled when it is made, so that it can be made while
+        A round of compressed averages is lowered when it is made, so that it can be compiled while
         another one runs; other rounds are compiled when they first run.
         """
         place = self._placement
@@ -323,7 +323,7 @@ class LocalUpdates(OverWorkers):
                 rounds = self._rounds(shapes, averager)
                 return second_device.Runner(rounds, beside, named_shardings(shapes))
             program = self._one_program(shapes, averager)
-            return program if averager is None else program.lower(shapes, rows).compile()
+            return program if averager is None else program.lower(shapes, rows)
 
         return key, make
 

@@ -39,8 +39,8 @@ def kept_if_finite(
     Elements that were not finite before (a mask of -inf) do not count.
 
     Returns:
-        The values; and what `StepReports` reads, int32 [4]: the step's number, and 1 for each of its
-        loss, gradients and update that is finite.
+        The values; and what `StepReports` reads, int32 [4]: the step's number, and 1 for each of
+        its loss, gradients and update that is finite.
     """
     fine = jnp.stack([all_fine(loss), all_fine(gradients), still_fine(before, after)])
     report = jnp.concatenate([jnp.reshape(step, 1).astype(jnp.int32), fine.astype(jnp.int32)])
