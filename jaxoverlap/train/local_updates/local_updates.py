@@ -72,6 +72,7 @@ class LocalUpdates(OverWorkers):
         stacked: for `sync`: keys of the parameters; leaves below one of them have a first dim of
             layers.
         overlap: whether rounds are overlapped (`jaxoverlap.overlap`), or with which options of it.
+            By True, workers of one CPU device each are not: there is nothing to overlap.
         check: whether a worker whose steps end in something infinite or not a number goes back to
             where they began, and a `NonFiniteRoundError` says so. The train state is then held
             twice on a device during a round. Without it a NaN reaches all workers and stays.
@@ -106,6 +107,9 @@ class LocalUpdates(OverWorkers):
         super().__init__(
             mesh, axis, sync=sync, stacked=stacked, overlap=overlap, scatter=self.shard_outer
         )
+        alone = mesh.size == self.workers and mesh.devices.flat[0].platform == "cpu"
+        if overlap is True and alone:  # no collectives in a step, and no scheduler on CPUs
+            self.overlap = None
         function("train_step", train_step, "train_step(state, batch) -> (state, metrics)")
         if sync is None and stacked:
             raise ValueError(f"stacked={stacked!r} without sync: it says what is compressed")
