@@ -20,9 +20,11 @@ from benchmarks import cudnn_numbers, explicit, frame, one_gpu, questions, ragge
 from benchmarks.drawn import rows as drawn
 from benchmarks.drawn.rows import compared
 from benchmarks.frame import in_ms, markdown, read_rows
+from benchmarks.local_updates import learning
 from benchmarks.pods import rows as pods
 from benchmarks.pods.suite import SCHEDULED
 from benchmarks.strangers import pods as strangers
+from benchmarks.varlen import table as varlen
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
@@ -169,6 +171,19 @@ def _third_party() -> str:
     return f"{markdown(('step', *strangers.COLUMNS), cells, numbers)}\n\n{measured_at(rows)}"
 
 
+def _local_updates() -> str:
+    files = ("local_updates_images.jsonl", "local_updates_text.jsonl")
+    rows = [row for file in files for row in read_rows(RESULTS / file)]
+    return markdown(learning.COLUMNS, learning.page_table(rows), learning.COLUMNS[1:])
+
+
+def _varlen() -> str:
+    rows = read_rows(RESULTS / "varlen_lists.jsonl")
+    columns = varlen.COLUMNS
+    table = markdown(columns, varlen.page_table(rows), columns[2:])
+    return f"{table}\n\n{varlen.summary(rows)}"
+
+
 TABLES: Mapping[str, Callable[[], str]] = {
     "pods": _pods,
     "suite": _suite,
@@ -180,6 +195,8 @@ TABLES: Mapping[str, Callable[[], str]] = {
     "cudnn numbers": _cudnn_numbers,
     "drawn": _drawn,
     "third party": _third_party,
+    "local updates": _local_updates,
+    "varlen": _varlen,
 }
 
 

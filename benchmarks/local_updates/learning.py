@@ -233,6 +233,63 @@ def show(path: Path) -> None:
         Console().print(sheet)
 
 
+SHOWN = {  # on docs/local_updates.md: name of a row, and how the page calls it
+    "Muon, synchronous": "Muon, synchronous",
+    "LocalSGD": "LocalSGD",
+    "LocalSGD, Muon": "LocalSGD, Muon inside",
+    "SlowMo": "SlowMo",
+    "DiLoCo": "DiLoCo",
+    "DiLoCo, Muon": "DiLoCo, Muon inside",
+    "DiLoCo, 2 bits": "DiLoCo, 2 bits",
+    "MuLoCo (Muon, 2 bits)": "MuLoCo (Muon, 2 bits)",
+    "SparseLoCo (3%, 2 bits)": "SparseLoCo (3%, 2 bits)",
+    "DiLoCo, a round late": "DiLoCo, a round late",
+    "CO2": "CO2",
+    "CO2, no penalty": "CO2, no penalty",
+    "CO2, no delay": "CO2 without its delay",
+    "CO2, rate x2": "CO2, twice the inner rate",
+    "CO2, Muon": "CO2, Muon inside",
+}
+COLUMNS = ("", "images, 4", "12", "48", "text, 12", "MB sent")
+
+
+def page_table(rows: list[dict[str, Any]]) -> list[tuple[str, ...]]:
+    """Return the page's cells: losses over synchronous AdamW's, and MB sent on images at 12.
+
+    A synchronous method is in the columns of 12. Where a row has no bytes, they are those of
+    uncompressed averages.
+    """
+    sent = next(r["sent_bytes"] for r in rows if r["name"] == "Muon, synchronous")
+
+    def over(name: str, task: str, *every: int) -> str:
+        of_task = [r for r in rows if r["task"] == task]
+        base = [r["loss"] for r in of_task if r["name"] == BASE]
+        found = [r["loss"] for r in of_task if r["name"] == name and r["every"] in every]
+        if not found:
+            return ""
+        times = statistics.mean(found) / statistics.mean(base)
+        return f"{times:.2f}" if times < 10 else f"{times:.1f}"
+
+    def megabytes(name: str) -> str:
+        (row, *_) = (
+            r for r in rows if r["name"] == name and r["every"] in (1, 12) and r["task"] == "images"
+        )
+        mb = row.get("sent_bytes", sent / row["every"]) / 1e6
+        return f"{mb:.0f}" if mb > 100 else f"{mb:.1f}"
+
+    return [
+        (
+            shown,
+            over(name, "images", 4),
+            over(name, "images", 1, 12),
+            over(name, "images", 48),
+            over(name, "text", 1, 12),
+            megabytes(name),
+        )
+        for name, shown in SHOWN.items()
+    ]
+
+
 def cell(rows: list[dict[str, Any]], base: list[dict[str, Any]]) -> str:
     if not rows:
         return "-"

@@ -84,7 +84,7 @@ def with_rings(way: str, pod: str, lengths: np.ndarray) -> tuple[Any, varlen.Bat
     state = recipe.abstract_args(config, mesh)[0]
     tokens = {n: jax.ShapeDtypeStruct((plan.tokens,), jnp.int32) for n in ("inputs", "targets")}
     batch, arrays = step.shapes(plan.bounds, tokens)
-    lowered = step.program(plan.bounds, state).lower(state, batch, arrays)
+    lowered = step.program(plan.bounds, state, batch).lower(state, batch, arrays)
     return lowered.compile(compiler_options()), plan
 
 

@@ -134,26 +134,45 @@ def lists(
                     fields = dict(list=path.stem, cluster=cluster, nodes=count, tokens=tokens)
                     row = fields | dict(batch=index, longest=int(batch.max()), seconds=took)
                     rows.append(row)
-    add_rows(out, *rows)
+                    add_rows(out, row)
     _lists(rows)
 
 
 def _lists(rows: list[dict[str, Any]]) -> None:
-    methods = [*METHODS, "ragged"]
-    table = Table(
-        "list", "cluster", *methods, title=f"times as fast as {HEADLINE}, geometric means"
-    )
+    table = Table(*COLUMNS, title=f"times as fast as {HEADLINE}, geometric means")
+    for cells in page_table(rows):
+        table.add_row(*cells)
+    Console(width=120).print(table)
+    print(summary(rows))
+
+
+COLUMNS = ("list", "cluster", *METHODS, "ragged")
+
+
+def page_table(rows: list[dict[str, Any]]) -> list[tuple[str, ...]]:
+    """Return the cells of docs/varlen.md: times as fast as the headline, by list and cluster."""
     kinds = sorted({(r["list"], r["cluster"]) for r in rows})
+    found = []
     for kind in [*kinds, ("all", "all")]:
         on = [r for r in rows if kind[0] in (r["list"], "all") and kind[1] in (r["cluster"], "all")]
         cells = (
-            geometric(r["seconds"][HEADLINE] / r["seconds"][name] for r in on) for name in methods
+            geometric(r["seconds"][HEADLINE] / r["seconds"][name] for r in on)
+            for name in COLUMNS[2:]
         )
-        table.add_row(*kind, *(f"{cell:.2f}" for cell in cells))
-    Console(width=120).print(table)
+        found.append((*kind, *(f"{cell:.2f}" for cell in cells)))
+    return found
+
+
+def summary(rows: list[dict[str, Any]]) -> str:
+    """Say of how many batches rows are, and how the best other method of each compares."""
     others = [name for name in METHODS if name != "this"]
     each = geometric(min(r["seconds"][o] for o in others) / r["seconds"]["this"] for r in rows)
-    print(f"{len(rows)} batches; the best other of each takes {each:.3f} times as long as this")
+    sizes = sorted({(r["nodes"] * 8, r["tokens"]) for r in rows})
+    gpus = ", ".join(f"{gpus} GPUs of {tokens} tokens" for gpus, tokens in sizes)
+    return (
+        f"{len(rows)} batches, {gpus}. The best other method of each batch takes {each:.3f} times "
+        "as long as this."
+    )
 
 
 @app.command()

@@ -1,9 +1,9 @@
-"""Run work in another thread under the configuration of JAX that the caller's thread has."""
+"""The configuration of JAX that a thread has: compared, and carried into another thread."""
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from typing import Any
 
 from jax._src import config, mesh
@@ -30,6 +30,14 @@ def inheriting[T](work: Callable[[], T]) -> Callable[[], T]:
         return work()
 
     return run
+
+
+def trace_context() -> Hashable:
+    """Return what a traced program depends on besides its arguments.
+
+    `jax.jit` finds its programs by this too: matmul precision, x64, the mesh and their like.
+    """
+    return config.trace_context()
 
 
 def _set(option: Any, value: Any) -> None:

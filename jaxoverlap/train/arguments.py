@@ -18,7 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from jax.core import Tracer
-from jax.sharding import AxisType, Mesh
+from jax.sharding import AbstractMesh, AxisType, Mesh
 
 from jaxoverlap.api import overlap as overlap_of
 
@@ -192,7 +192,7 @@ def check_floats(params: Any) -> None:
             )
 
 
-def check_automatic(mesh: Mesh) -> None:
+def check_automatic(mesh: Mesh | AbstractMesh) -> None:
     """Raise a ValueError for a mesh with explicit or manual axes."""
     if any(kind != AxisType.Auto for kind in mesh.axis_types):
         raise ValueError(

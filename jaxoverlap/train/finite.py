@@ -17,6 +17,15 @@ def all_fine(tree: Any) -> jax.Array:
     return fine
 
 
+def still_fine(before: Any, after: Any) -> jax.Array:
+    """Return whether all elements of a tree are finite, or were not before, bool []."""
+    fine = jnp.ones((), bool)
+    for old, new in zip(jax.tree.leaves(before), jax.tree.leaves(after), strict=True):
+        if jnp.issubdtype(new.dtype, jnp.inexact):
+            fine = fine & (jnp.isfinite(new) | ~jnp.isfinite(old)).all()
+    return fine
+
+
 def kept_if(fine: jax.Array, after: Any, before: Any) -> Any:
     """Return the values after where `fine` is true, else the values before.
 

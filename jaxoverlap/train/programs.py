@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding
 
-from jaxoverlap._jax.thread_config import inheriting
+from jaxoverlap._jax.thread_config import inheriting, trace_context
 
 MOST = 16  # programs: a few settings, with and without sums for a measurement, and what measures
 
@@ -38,24 +38,30 @@ class Programs:
             del self._made[next(iter(self._made))]
         return found
 
-    def beside(self, key: Hashable, make: Callable[[], Any]) -> None:
+    def beside(self, key: Hashable, lower: Callable[[], Any]) -> None:
         """Compile a program in a thread, unless it is compiled or being compiled.
 
-        The thread has this one's configuration of JAX. A run that ends meanwhile waits for it: a
-        daemon's call into XLA would outlive the interpreter, and end the process by a signal. If
-        more than `most` are under way, the oldest that nobody has requested is dropped.
+        It is traced and lowered here, in the caller's contexts, those of JAX and of other libraries
+        (flax's axis rules), and compiled in the thread, where XLA needs no lock of Python's. A run
+        that ends meanwhile waits for the thread: a daemon's call into XLA would outlive the
+        interpreter, and end the process by a signal. If more than `most` are under way, the oldest
+        that nobody has requested is dropped.
+
+        Args:
+            key: of the program.
+            lower: returns what has a method `compile`, as `jax.jit(...).lower` does.
         """
         if key in self._made or key in self._on_the_way:
             return
+        # What `compile` of an overlapped step still traces has the caller's contexts of JAX.
+        compiled = inheriting(lower().compile)
         future = self._on_the_way[key] = Future[Any]()
         while len(self._on_the_way) > self._most:
             del self._on_the_way[next(iter(self._on_the_way))]
 
-        made = inheriting(make)
-
         def run() -> None:
             try:
-                future.set_result(made())
+                future.set_result(compiled())
             except BaseException as error:
                 future.set_exception(error)
 
@@ -87,7 +93,7 @@ def batch_like(leaf: Any, default: NamedSharding) -> jax.ShapeDtypeStruct:
 
 
 def key_of(args: Any) -> Hashable:
-    """Return a key of a program's arguments."""
+    """Return a key of a program's arguments, and of the JAX contexts that it is traced in."""
     leaves, treedef = jax.tree.flatten(args)
     shapes = ((np.shape(x), str(x.dtype), getattr(x, "sharding", None)) for x in leaves)
-    return treedef, tuple(shapes)
+    return trace_context(), treedef, tuple(shapes)

@@ -19,7 +19,7 @@ from jaxoverlap.train.compression.sync import Sync
 from jaxoverlap.train.placement import WorkerPlacement, copies, over_workers
 from jaxoverlap.train.programs import Programs
 
-# Of an averager: the key of the program that averages with it, and what compiles that program.
+# Of an averager: the key of the program that averages with it, and what lowers that program.
 ProgramOf = Callable[[Averager], tuple[Hashable, Callable[[], Any]]]
 
 
@@ -130,7 +130,7 @@ class ControlLoop:
             params: shapes or arrays of one worker's parameters.
             state: of all workers, on the mesh; it is donated where it is measured.
             control: of the run.
-            program_of: gives the key of a program and what compiles it.
+            program_of: gives the key of a program and what lowers it.
         """
         averager = self.averager(params)
         sync, layers = averager.sync, averager.layers
@@ -148,7 +148,9 @@ class ControlLoop:
             control = replace(control, settings=control.pending)
         accumulate = sync.accumulates(count) and bool(layers)
         used = averager.at(control.settings, accumulate=accumulate)
-        return Turn(self.programs.get(*program_of(used)), used, control.stepped(), state)
+        key, lower = program_of(used)
+        program = self.programs.get(key, lambda: lower().compile())
+        return Turn(program, used, control.stepped(), state)
 
     def _measured(
         self, averager: Averager, state: SyncState, control: Control

@@ -192,7 +192,7 @@ class DataParallel(OverWorkers):
         self._check_state(state)
         self.check(unread=_UNREAD)
 
-        program_of = functools.partial(self._compiling, state, batch)
+        program_of = functools.partial(self._lowering, state, batch)
         turn = self._loop.turn(state.params, state.sync, state.control, program_of)
         arrays = replace(state.arrays, sync=turn.sync)
         arrays, value, finite = turn.program(arrays, batch)
@@ -260,14 +260,14 @@ class DataParallel(OverWorkers):
         jitted = jax.jit(step.over(self.mesh), donate_argnums=0, out_shardings=(at, None, None))
         return jitted if self.overlap is None else overlapped(jitted, **self.overlap)
 
-    def _compiling(
+    def _lowering(
         self, state: Any, batch: Any, averager: Averager
     ) -> tuple[Hashable, Callable[[], Any]]:
-        """Return the key of a program and what compiles it, which holds shapes alone."""
+        """Return the key of a program and what lowers it, which holds shapes alone."""
         rows = jax.tree.map(lambda b: batch_like(b, self._placement.at(self.axis)), batch)
         shapes = jax.tree.map(like, state.arrays)
         key = ("step", averager.settings, averager.accumulate, key_of((shapes, rows)))
-        return key, lambda: self._jitted(shapes, averager).lower(shapes, rows).compile()
+        return key, lambda: self._jitted(shapes, averager).lower(shapes, rows)
 
     def _check_batch(self, batch: Any) -> None:
         for leaf in jax.tree.leaves(batch):

@@ -72,6 +72,7 @@ class LocalUpdates(OverWorkers):
         stacked: for `sync`: keys of the parameters; leaves below one of them have a first dim of
             layers.
         overlap: whether rounds are overlapped (`jaxoverlap.overlap`), or with which options of it.
+            By True, workers of one CPU device each are not: there is nothing to overlap.
         check: whether a worker whose steps end in something infinite or not a number goes back to
             where they began, and a `NonFiniteRoundError` says so. The train state is then held
             twice on a device during a round. Without it a NaN reaches all workers and stays.
@@ -106,6 +107,9 @@ class LocalUpdates(OverWorkers):
         super().__init__(
             mesh, axis, sync=sync, stacked=stacked, overlap=overlap, scatter=self.shard_outer
         )
+        alone = mesh.size == self.workers and mesh.devices.flat[0].platform == "cpu"
+        if overlap is True and alone:  # no collectives in a step, and no scheduler on CPUs
+            self.overlap = None
         function("train_step", train_step, "train_step(state, batch) -> (state, metrics)")
         if sync is None and stacked:
             raise ValueError(f"stacked={stacked!r} without sync: it says what is compressed")
@@ -307,7 +311,7 @@ class LocalUpdates(OverWorkers):
     ) -> tuple[Hashable, Callable[[], Any]]:
         """Return the key of a round's program and what makes it, which holds shapes alone.
 
-        A round of compressed averages is compiled when it is made, so that it can be made while
+        A round of compressed averages is lowered when it is made, so that it can be compiled while
         another one runs; other rounds are compiled when they first run.
         """
         place = self._placement
@@ -323,7 +327,7 @@ class LocalUpdates(OverWorkers):
                 rounds = self._rounds(shapes, averager)
                 return second_device.Runner(rounds, beside, named_shardings(shapes))
             program = self._one_program(shapes, averager)
-            return program if averager is None else program.lower(shapes, rows).compile()
+            return program if averager is None else program.lower(shapes, rows)
 
         return key, make
 

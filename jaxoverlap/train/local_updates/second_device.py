@@ -72,6 +72,10 @@ class Runner:
         self._steps = jax.jit(steps, out_shardings=(shardings.worker, None, shardings.finite))
         self._applied = jax.jit(applied, out_shardings=(shardings, whole))
 
+    def compile(self) -> Runner:
+        """Return the round itself: its programs are compiled when they first run."""
+        return self
+
     def __call__(self, state: LocalState, batches: Any) -> tuple[LocalState, Any, RoundReport]:
         """Run a round; nothing here waits for a program."""
         fine = state.finite, self._fine

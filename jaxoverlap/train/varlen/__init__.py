@@ -10,6 +10,7 @@ state, metrics = step(state, plan, {"inputs": inputs, "targets": targets})
 
 from jaxoverlap.train.varlen.arrays import PlanArrays
 from jaxoverlap.train.varlen.costs import AttentionCosts, attention_costs
+from jaxoverlap.train.varlen.finite import NonFiniteStepError
 from jaxoverlap.train.varlen.plan import BatchPlan
 from jaxoverlap.train.varlen.planner import Planner
 from jaxoverlap.train.varlen.rings import Bounds, Nodes
@@ -22,6 +23,7 @@ __all__ = [
     "Bounds",
     "Infeasible",
     "Nodes",
+    "NonFiniteStepError",
     "PlanArrays",
     "Planner",
     "VarlenStep",

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import functools
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Hashable, Iterable, Mapping
 from typing import Any
 
 import jax
@@ -14,15 +15,20 @@ from jax import Array
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from jaxoverlap.train.arguments import check_automatic, flag
 from jaxoverlap.train.optax_update import update
+from jaxoverlap.train.programs import key_of
 from jaxoverlap.train.varlen.arrays import PlanArrays
 from jaxoverlap.train.varlen.costs import AttentionCosts
 from jaxoverlap.train.varlen.device.engine import Engine, attend
 from jaxoverlap.train.varlen.device.fused import described, has_kernel
+from jaxoverlap.train.varlen.finite import StepReports, kept_if_finite
 from jaxoverlap.train.varlen.plan import BatchPlan
 from jaxoverlap.train.varlen.remap import Moves, remap
 from jaxoverlap.train.varlen.rings import Bounds, Nodes
+from jaxoverlap.train.varlen.state import check_optimizer, check_state, check_unshared
 
+_UNREAD = 2  # steps whose reports are not read yet, so that the host does not wait for devices
 _NO_WEIGHT = 1e-9  # the least sum of weights: a batch without labels has a loss of zero
 
 Batch = dict[str, Array]
@@ -125,12 +131,13 @@ def nodes_of_mesh(mesh: Mesh) -> Nodes:
     """Return the nodes that a mesh of two axes is of: the first counts nodes.
 
     Raises:
-        ValueError: for another number of axes.
+        ValueError: for another number of axes, or axes that are not automatic.
     """
     if len(mesh.axis_names) != 2:
         raise ValueError(
             f"a mesh of axes {mesh.axis_names}: expected two, nodes and the devices of a node"
         )
+    check_automatic(mesh)
     return Nodes(*mesh.shape.values())
 
 
@@ -146,17 +153,21 @@ class VarlenStep:
             sequences, and "weights", zero where there is no token: multiply the losses by them.
             `attend(q, k, v)` is causal attention within each sequence; all three have heads and
             head as their last dims.
-        optimizer: an optax transformation.
-        mesh: two axes, nodes and devices of a node.
+        optimizer: an optax transformation; of complex parameters it gets the conjugates of JAX's
+            gradients, along which the loss falls.
+        mesh: two automatic axes, nodes and devices of a node.
         costs: prices that say over how many rails hops between nodes go; none: over one.
         transform: what is done with each jitted step before it runs, as `jaxoverlap.overlap`.
         fused: as `attention` has it.
         has_aux: whether the model returns (sum, aux); the metrics then have "aux".
+        check: whether a step whose loss, gradients or update are infinite or not a number is left
+            out and named. This needs memory for a second copy of parameters and optimizer.
 
     Attributes:
-        compiled: the programs, by the bounds that they were compiled for.
+        compiled: the programs, by bounds and by what else they were compiled for.
 
     Raises:
+        ValueError: for a mesh of other than two automatic axes.
         RuntimeError: if cuDNN's kernel on this GPU computes something else than plain matmuls.
     """
 
@@ -170,12 +181,14 @@ class VarlenStep:
         transform: Callable[[Any], Any] = lambda step: step,
         fused: bool | None = None,
         has_aux: bool = False,
+        check: bool = True,
     ):
+        self.nodes = nodes_of_mesh(mesh)
         self.fused = has_kernel(mesh) if fused is None else fused
         self.model, self.optimizer, self.mesh, self.costs = model, optimizer, mesh, costs
-        self.nodes = nodes_of_mesh(mesh)
         self.transform, self.has_aux = transform, has_aux
-        self.compiled: dict[Bounds, Callable] = {}
+        self._checks_finite, self._reports = flag("check", check), StepReports()
+        self.compiled: dict[Hashable, Callable] = {}
 
     def __call__(
         self,
@@ -187,7 +200,8 @@ class VarlenStep:
         """Take a step.
 
         Args:
-            state: {"params", "optimizer", "step"}; it is donated.
+            state: {"params", "optimizer", "step"}, on the mesh; it is donated. Other entries stay
+                as they are.
             plan: the batch's.
             tokens: values of the batch's tokens, [tokens, ...] each, sequence after sequence;
                 "weights" among them are the loss's, "positions" the model's.
@@ -199,18 +213,30 @@ class VarlenStep:
             losses over that of the weights, in nats.
 
         Raises:
-            ValueError: for a plan of other nodes, values for another number of tokens, or a value
-                named "key".
+            NonFiniteStepError: if a step before was left out as it was not finite. It is raised two
+                steps late at most (`check` raises it at once) and the state given here is good.
+            ValueError: for a plan of other nodes, values for another number of tokens, a value
+                named "key", or a state that is not on the mesh or has one array twice.
         """
         if plan.nodes != self.nodes:
             raise ValueError(f"a plan for {plan.nodes} and a mesh of {self.nodes}: plan for it")
-        if "key" in tokens:
-            raise ValueError('values of tokens named "key": pass a key of random numbers as key=')
-        program = self.program(plan.bounds, state)
-        batch = self.batch(plan, tokens)
-        if key is not None:
-            batch["key"] = key
-        return program(state, batch, self.arrays(plan))
+        check_state(state, self.mesh)
+        check_unshared(state)
+        self._reports.check(_UNREAD)
+        batch = self._with_key(self.batch(plan, tokens), key)
+        program = self.program(plan.bounds, state, batch)
+        state, metrics, report = program(state, batch, self.arrays(plan))
+        if report is not None:
+            self._reports.add(report)
+        return state, metrics
+
+    def check(self) -> None:
+        """Wait for the steps so far, and raise if one was left out.
+
+        Raises:
+            NonFiniteStepError: naming the first such step.
+        """
+        self._reports.check(0)
 
     def compile(
         self,
@@ -229,10 +255,12 @@ class VarlenStep:
         """
         for bounds in programs:
             batch, arrays = self.shapes(bounds, tokens)
-            if key is not None:
-                batch["key"] = key
-            lowered = self.program(bounds, state).lower(state, batch, arrays)
-            self.compiled[bounds] = lowered.compile()
+            batch = self._with_key(batch, key)
+            lowered = self.program(bounds, state, batch).lower(state, batch, arrays)
+            self.compiled[_key(bounds, state, batch)] = lowered.compile()
+
+    def _with_key(self, batch: Batch, key: Array | None) -> Batch:
+        return batch if key is None else batch | {"key": key}
 
     def shapes(self, bounds: Bounds, tokens: dict[str, Any]) -> tuple[Batch, PlanArrays]:
         """Return the shapes of the batch and of the plan's arrays that a program takes."""
@@ -244,9 +272,7 @@ class VarlenStep:
             return jax.ShapeDtypeStruct(shape, dtype, sharding=at)
 
         lead = self.nodes.count, self.nodes.devices * bounds.tokens
-        kinds = {
-            n: (x.shape[1:], jax.dtypes.canonicalize_dtype(x.dtype)) for n, x in tokens.items()
-        }
+        kinds = {name: (shape[1:], dtype) for name, (shape, dtype) in _kinds(tokens).items()}
         kinds = {"positions": ((), jnp.int32), "weights": ((), jnp.float32)} | kinds
         batch = {n: like((*lead, *shape), dtype, rows) for n, (shape, dtype) in kinds.items()}
         where = like((total, bounds.slots), jnp.int32, whole)
@@ -255,17 +281,22 @@ class VarlenStep:
         back = Moves(sent, like((total, bounds.tokens), jnp.int32, each))
         return batch, PlanArrays(where, where, there, back)
 
-    def program(self, bounds: Bounds, state: dict[str, Any]) -> Any:
-        """Return the jitted step(state, batch, arrays) for plans that fit these bounds.
+    def program(self, bounds: Bounds, state: dict[str, Any], batch: Batch) -> Any:
+        """Return the program of step(state, batch, arrays) for plans that fit these bounds.
 
-        The new state has the shardings of the old one, which is of arrays or shapes with shardings.
+        It gives the state, with the shardings that it has, the metrics, and a report for
+        `finite.StepReports`, None without `check`. State and batch are arrays, or shapes with
+        shardings.
         """
-        if bounds not in self.compiled:
-            at = jax.tree.map(lambda leaf: leaf.sharding, state), NamedSharding(self.mesh, P())
+        key = _key(bounds, state, batch)
+        if key not in self.compiled:
+            check_optimizer(state, self.optimizer)
+            replicated = NamedSharding(self.mesh, P())
+            at = jax.tree.map(lambda leaf: leaf.sharding, state), replicated, replicated
             step = functools.partial(self._step, bounds)
             step = jax.jit(step, donate_argnums=0, out_shardings=at)
-            self.compiled[bounds] = self.transform(step)
-        return self.compiled[bounds]
+            self.compiled[key] = self.transform(step)
+        return self.compiled[key]
 
     def batch(self, plan: BatchPlan, tokens: dict[str, Any]) -> Batch:
         """Shard the tokens' values over the devices, and add "positions" and "weights" of tokens.
@@ -273,6 +304,7 @@ class VarlenStep:
         Unless these are given, positions are those in the sequences, and weights one. Where there
         is no token both are zero.
         """
+        _kinds(tokens)
         values = {"positions": plan.linear_positions}
         values["weights"] = (plan.linear >= 0).astype("float32")
         values |= {name: plan.laid_out(np.asarray(value)) for name, value in tokens.items()}
@@ -290,29 +322,80 @@ class VarlenStep:
 
     def _step(
         self, bounds: Bounds, state: dict[str, Any], batch: Batch, arrays: PlanArrays
-    ) -> tuple[dict[str, Any], dict[str, Array]]:
+    ) -> tuple[dict[str, Any], dict[str, Array], Array | None]:
+        if "key" in batch:
+            batch = batch | {"key": jax.random.fold_in(batch["key"], state["step"])}
+        (loss, aux), gradients = self._gradients(bounds, state["params"], batch, arrays)
+        params, moments = before = state["params"], state["optimizer"]
+        updates, inner = update(
+            self.optimizer, gradients, moments, params, value=loss, grad=gradients
+        )
+        after, report = (optax.apply_updates(params, updates), inner), None
+        metrics = dict(loss=loss, grad_norm=optax.tree.norm(gradients))
+        metrics |= {"aux": aux} if self.has_aux else {}
+        if self._checks_finite:
+            after, report = kept_if_finite(loss, gradients, after, before, state["step"])
+        new = copy.copy(state)  # of its own type, with entries that are not the step's
+        new.update(params=after[0], optimizer=after[1], step=state["step"] + 1)
+        return new, metrics, report
+
+    def _gradients(
+        self, bounds: Bounds, params: Any, batch: Batch, arrays: PlanArrays
+    ) -> tuple[tuple[Array, Any], Any]:
+        """Return ((mean loss, aux), gradients)."""
         attends = functools.partial(
             attention, arrays=arrays, mesh=self.mesh, bounds=bounds, costs=self.costs,
             fused=self.fused,
         )  # fmt: skip
-        if "key" in batch:
-            batch = batch | {"key": jax.random.fold_in(batch["key"], state["step"])}
 
         def mean_loss(params: Any) -> tuple[Array, Any]:
-            found = self.model(params, batch, attends)
-            total, aux = found if self.has_aux else (found, None)
+            total, aux = _sum_and_aux(self.model(params, batch, attends), self.has_aux)
             return total / jnp.maximum(batch["weights"].sum(), _NO_WEIGHT), aux
 
-        (loss, aux), gradients = jax.value_and_grad(mean_loss, has_aux=True)(state["params"])
-        given = gradients, state["optimizer"], state["params"]
-        updates, inner = update(self.optimizer, *given, value=loss, grad=gradients)
-        params = optax.apply_updates(state["params"], updates)
-        metrics = dict(loss=loss, grad_norm=optax.tree.norm(gradients))
-        metrics |= {"aux": aux} if self.has_aux else {}
-        return dict(params=params, optimizer=inner, step=state["step"] + 1), metrics
+        value, gradients = jax.value_and_grad(mean_loss, has_aux=True)(params)
+        return value, jax.tree.map(jnp.conj, gradients)
 
 
 train_step = VarlenStep  # the name by which it is made
+
+
+def _key(bounds: Bounds, state: dict[str, Any], batch: Batch) -> Hashable:
+    """Return the key of a program; batches are sharded alike."""
+    kinds = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), batch)
+    return bounds, key_of((state, kinds))
+
+
+def _kinds(tokens: Mapping[str, Any]) -> dict[str, tuple[tuple[int, ...], Any]]:
+    """Return shape and dtype of each value of tokens, as a program has them.
+
+    Raises:
+        ValueError: for values that are not arrays of numbers, [tokens, ...], or named "key".
+    """
+    found = dict[str, tuple[tuple[int, ...], Any]]()
+    if "key" in tokens:
+        raise ValueError('values of tokens named "key": pass a key of random numbers as key=')
+    for name, value in tokens.items():
+        like = value if hasattr(value, "dtype") else np.asarray(value)
+        numbers = like.dtype == bool or jnp.issubdtype(like.dtype, jnp.number)
+        if not (isinstance(name, str) and like.shape and numbers):
+            raise ValueError(
+                f"values of tokens named {name!r}, of dtype {like.dtype} and shape {like.shape}: "
+                "expected numbers [tokens, ...] under a name that is a string"
+            )
+        found[name] = like.shape, jax.dtypes.canonicalize_dtype(like.dtype)
+    return found
+
+
+def _sum_and_aux(found: Any, has_aux: bool) -> tuple[Any, Any]:
+    """Return the sum of losses that a model returned, and its aux or None."""
+    match found if has_aux else (found, None):
+        case jax.Array() as total, aux if jnp.issubdtype(total.dtype, jnp.floating):
+            if not total.shape:
+                return total, aux
+    raise ValueError(
+        f"the model returned {found!r}: expected {'(sum, aux) with ' if has_aux else ''}the sum of "
+        f"the losses of all tokens, one array of floats of shape ()"
+    )
 
 
 def _placed(value: Any, at: NamedSharding) -> Array:

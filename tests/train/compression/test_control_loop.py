@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -121,7 +122,7 @@ def test_programs_that_were_not_used_for_long_are_let_go():
         assert programs.get(name, make(name)) == name
     assert made == ["a", "b", "c", "b"] and len(programs) == 2
     for name in "xyz":
-        programs.beside(name, make(name))
+        programs.beside(name, lambda name=name: SimpleNamespace(compile=make(name)))
     assert len(programs) <= 4 and programs.get("z", make("again")) == "z"
 
 

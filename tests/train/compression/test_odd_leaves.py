@@ -1,9 +1,7 @@
-"""Leaves that are None, programs that compile in a thread, and runs that end meanwhile."""
+"""Leaves that are None."""
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from typing import Any
 
 import jax
@@ -17,7 +15,6 @@ from jaxoverlap.train import compression
 from jaxoverlap.train.compression import none, power_sgd, qsgd, top_k, uniform
 from jaxoverlap.train.local_updates.algorithms import streaming_diloco
 from jaxoverlap.train.local_updates.local_updates import LocalUpdates
-from jaxoverlap.train.programs import Programs
 from tests.train.compression.problem import mesh_of
 
 LAYERS = [{"w": np.eye(64, dtype=np.float32), "bias": None} for _ in range(4)]
@@ -75,38 +72,3 @@ def test_fragments_of_local_updates_count_the_same_leaves():
     assert odd["first"] is None
     for one, same in zip(jax.tree.leaves(odd), jax.tree.leaves(usual), strict=True):
         np.testing.assert_allclose(one, same, rtol=1e-5)
-
-
-def test_a_program_of_a_thread_is_the_callers():
-    programs = Programs()
-    with jax.default_matmul_precision("highest"):
-        programs.beside("key", lambda: jax.config.jax_default_matmul_precision)
-    assert programs.get("key", lambda: "made here") == "highest"
-
-
-ENDS = {"return": ("", 0), "exception": ("raise RuntimeError('its own')", 1)}
-
-
-@pytest.mark.parametrize("how", ENDS)
-def test_a_run_that_ends_while_a_program_compiles_ends_as_it_should(how):
-    last, code = ENDS[how]
-    program = f"""
-import jax, jax.numpy as jnp
-from jaxoverlap.train.local_updates.algorithms import streaming_diloco
-from jaxoverlap.train.local_updates.local_updates import LocalUpdates
-from jaxoverlap.train.programs import Programs
-
-def deep(x):
-    for _ in range(60):
-        x = jnp.sin(x @ x) + jnp.linalg.qr(x)[0]
-    return x
-
-programs = Programs()
-for n in range(3):
-    x = jax.ShapeDtypeStruct((8 + n, 8 + n), "float32")
-    programs.beside(n, lambda x=x: jax.jit(deep).lower(x).compile())
-{last}
-"""
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
-    assert done.returncode == code, done.stderr
-    assert "terminate called" not in done.stderr

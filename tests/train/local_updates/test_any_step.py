@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import warnings
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -144,3 +146,15 @@ def test_raw_keys_are_warned_of():
     )
     with pytest.warns(UserWarning, match=r"uint32\[2\] at \['key'\].*jax\.random\.key"):
         updates.init(dict(params=jnp.ones(4), key=jax.random.PRNGKey(0)))
+
+
+@pytest.mark.parametrize(("inside", "warns"), [(1, False), (2, True)])
+def test_a_warning_that_nothing_is_overlapped_is_for_those_who_could_overlap(inside, warns):
+    """Workers of one CPU device each were told so too, which can change nothing about it."""
+    step = lambda state, batch: (jax.tree.map(lambda p: p * batch.mean(), state), batch.mean())  # noqa: E731
+    updates = LocalUpdates(step, mesh_of(4, inside), outer=local_sgd(every=2), params=None)
+    state = updates.init({"w": np.ones(4, "f")})
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        updates.round(state, np.ones((2, 8), "f"))
+    assert any("overlap() rewrites nothing" in str(w.message) for w in caught) == warns
