@@ -151,15 +151,48 @@ def check_is(value: Any, kind: type, comes_from: str) -> None:
         )
 
 
-def check_arrays(on_devices: Any, on_host: Any = None) -> None:
-    """Raise a ValueError for a state that is traced, or has leaves that are not on devices."""
-    for leaf in jax.tree.leaves((on_devices, on_host)):
+def check_like(found: Any, wanted: Any, what: str, who: str) -> None:
+    """Raise a ValueError for the first leaf in which a tree differs from the one that is wanted.
+
+    Args:
+        found, wanted: trees of arrays or shapes.
+        what: is compared, for the error.
+        who: makes the tree that is wanted, for the error.
+    """
+    has, needs = _described(found), _described(wanted)
+    for path in needs | has:
+        one, other = has.get(path, "nothing"), needs.get(path, "nothing")
+        if one != other:
+            raise ValueError(f"{what} has {one} at {path}: expected {other}, as {who}")
+    if jax.tree.structure(found) != jax.tree.structure(wanted):
+        raise ValueError(
+            f"{what} has the leaves that {who}, in containers of other types, as of a checkpoint "
+            "that was restored without its tree: restore it to what abstract() gives"
+        )
+
+
+def _described(tree: Any) -> dict[str, str]:
+    """Return dtype and shape of each leaf by its path."""
+    return {
+        jax.tree_util.keystr(path) or "the root": f"{leaf.dtype}{list(leaf.shape)}"
+        for path, leaf in jax.tree_util.tree_leaves_with_path(tree)
+    }
+
+
+def check_not_traced(state: Any) -> None:
+    """Raise a ValueError for a state that is traced."""
+    for leaf in jax.tree.leaves(state):
         if isinstance(leaf, Tracer):
             raise ValueError(
                 "this was called inside jax.jit or another transformation: expected arrays, as it "
                 "is compiled by itself and changes its programs; call it from a Python loop"
             )
-    for leaf in jax.tree.leaves(on_devices):
+
+
+def check_arrays(state: Any) -> None:
+    """Raise a ValueError for a state that is traced, or has leaves that are not on devices."""
+    check_not_traced(state)
+    for leaf in jax.tree.leaves(state):
         if not isinstance(leaf, jax.Array):
             raise ValueError(
                 f"the state has a {type(leaf).__name__} of shape {np.shape(leaf)}: expected arrays "

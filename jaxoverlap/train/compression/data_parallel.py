@@ -16,7 +16,7 @@ from jax.sharding import Mesh
 from jaxoverlap.api import overlap as overlapped
 from jaxoverlap.cost.groups import groups_of
 from jaxoverlap.cost.model import CostModel
-from jaxoverlap.train.arguments import check_floats, check_is, flag, function, transformation
+from jaxoverlap.train.arguments import check_floats, flag, function, transformation
 from jaxoverlap.train.compression.averager import Averager
 from jaxoverlap.train.compression.control_loop import ControlLoop
 from jaxoverlap.train.compression.explain import AveragePrice, price
@@ -126,7 +126,7 @@ class DataParallel(OverWorkers):
         What workers have not sent yet is averaged: so much is owed to the parameters, whoever pays
         it. All else is the same on all workers.
         """
-        check_is(state, TrainState, self.comes_from)
+        self._check_of_workers(state)
 
         def mean(sync: SyncState) -> SyncState:
             return sync.each_worker(mean_of_workers)

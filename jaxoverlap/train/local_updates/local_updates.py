@@ -18,7 +18,6 @@ from jaxoverlap.api import Overlapped, overlap
 from jaxoverlap.passes.scheduling.scheduler import Scheduler
 from jaxoverlap.train.arguments import (
     check_floats,
-    check_is,
     flag,
     floating,
     function,
@@ -30,7 +29,13 @@ from jaxoverlap.train.local_updates import second_device
 from jaxoverlap.train.local_updates.finite import Reports, RoundReport
 from jaxoverlap.train.local_updates.outer import Outer
 from jaxoverlap.train.local_updates.round import Rounds, Step
-from jaxoverlap.train.local_updates.state import LocalState, ParamsIn, fragments_of
+from jaxoverlap.train.local_updates.state import (
+    LocalState,
+    ParamsIn,
+    check_made_by,
+    fragments_of,
+    made_by,
+)
 from jaxoverlap.train.local_updates.step_check import check_batches, check_outer, check_step
 from jaxoverlap.train.optax_update import update
 from jaxoverlap.train.over_workers import OverWorkers, without_workers
@@ -156,9 +161,16 @@ class LocalUpdates(OverWorkers):
         are averaged and the rest is worker 0's. For the same number of workers keep the state
         itself, which loses nothing.
         """
-        check_is(state, LocalState, self.comes_from)
+        self._check_of_workers(state)
         found = without_workers(state.arrays, self._consolidated, self.axis)
-        return replace(found, control=state.control)
+        return found.with_host_of(state)
+
+    def _with_host(self, state: LocalState, initial: Any) -> LocalState:
+        return replace(super()._with_host(state, initial), made_by=made_by(self.outer.kind))
+
+    def _check_made(self, state: LocalState, comes_from: str) -> None:
+        super()._check_made(state, comes_from)
+        check_made_by(state, self.outer.kind)
 
     def _consolidated(self, state: LocalState) -> LocalState:
         if self.outer.eager:  # each has applied its own part of what is under way
@@ -275,7 +287,7 @@ class LocalUpdates(OverWorkers):
             program, control, arrays = turn.program, turn.control, replace(arrays, sync=turn.sync)
         arrays, metrics, seen = program(arrays, batches)
         self._reports.add(seen)
-        return replace(arrays, control=control), metrics
+        return replace(arrays.with_host_of(state), control=control), metrics
 
     def check(self, state: LocalState) -> None:
         """Wait for the rounds so far, and raise if something of one was left out.
@@ -298,6 +310,7 @@ class LocalUpdates(OverWorkers):
             What `jaxoverlap.overlap(...).lower` does (or, without overlap, `jax.jit(...).lower`):
             compile it to audit and simulate.
         """
+        self._check_of_workers(state)
         check_batches(batches, self.outer.every, self.workers, self.axis)
         check_step(self._step, state.worker, batches, self.axis)
         return self._one_program(state.arrays, self._in_use(state)).lower(state.arrays, batches)

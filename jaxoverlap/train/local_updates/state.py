@@ -8,6 +8,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
+import numpy as np
+
+_MADE_BY = 96  # bytes: all of `Outer.kind` of the known algorithms, and names of users' own
 
 
 @jax.tree_util.register_dataclass
@@ -26,6 +29,8 @@ class LocalState:
         finite: 1 for each worker whose steps since it last sent were finite, float32 [workers].
         sync: what the compression of averages keeps (`compression.SyncState`); None without.
         control: its settings, on the host; None without.
+        made_by: the outer optimizer (`Outer.kind`) as UTF-8, on the host, uint8 [96]: an array, so
+            that checkpoints have it.
     """
 
     worker: Any
@@ -36,11 +41,21 @@ class LocalState:
     finite: Any
     sync: Any = None
     control: Any = None
+    made_by: Any = None
 
     @property
     def arrays(self) -> LocalState:
-        """Return what is on devices: the state without its control."""
-        return dataclasses.replace(self, control=None)
+        """Return what is on devices: the state without its control and who made it."""
+        return dataclasses.replace(self, control=None, made_by=None)
+
+    def with_host_of(self, other: LocalState) -> LocalState:
+        """Return this state with what another one has on the host."""
+        return dataclasses.replace(self, control=other.control, made_by=other.made_by)
+
+    def each_on_host(self, change: Callable[[Any], Any]) -> LocalState:
+        """Change the leaves that are on the host, arrays or shapes."""
+        control, made_by = jax.tree.map(change, (self.control, self.made_by))
+        return dataclasses.replace(self, control=control, made_by=made_by)
 
     def each_worker(self, change: Callable[[Any], Any], *, eager: bool) -> LocalState:
         """Change the leaves that differ between workers, arrays or shapes.
@@ -53,6 +68,28 @@ class LocalState:
         changed = {name: jax.tree.map(change, getattr(self, name)) for name in names}
         sync = self.sync and self.sync.each_worker(change)
         return dataclasses.replace(self, sync=sync, **changed)
+
+
+def made_by(kind: str) -> np.ndarray:
+    """Return `LocalState.made_by` of an outer optimizer's kind."""
+    return np.frombuffer(kind.encode()[:_MADE_BY].ljust(_MADE_BY), np.uint8).copy()
+
+
+def check_made_by(state: LocalState, kind: str) -> None:
+    """Raise a ValueError for a state of another outer optimizer; shapes do not say whose."""
+    if isinstance(state.made_by, jax.ShapeDtypeStruct):
+        return
+    if state.made_by is None or np.shape(state.made_by) != (_MADE_BY,):
+        raise ValueError(
+            "the state does not say which outer optimizer made it: give what init(), spread() or "
+            "a round returned, all of it"
+        )
+    if not np.array_equal(found := np.asarray(state.made_by, np.uint8), made_by(kind)):
+        name = bytes(found).decode(errors="replace").rstrip()
+        raise ValueError(
+            f"the state was made by {name}, and these local updates have {kind}: give it to local "
+            "updates with that outer optimizer, or go on from its parameters with init()"
+        )
 
 
 @dataclass(frozen=True)
