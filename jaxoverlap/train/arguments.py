@@ -166,8 +166,8 @@ def check_like(found: Any, wanted: Any, what: str, who: str) -> None:
             raise ValueError(f"{what} has {one} at {path}: expected {other}, as {who}")
     if jax.tree.structure(found) != jax.tree.structure(wanted):
         raise ValueError(
-            f"{what} has the leaves that {who}, in containers of other types, as of a checkpoint "
-            "that was restored without its tree: restore it to what abstract() gives"
+            f"{what} has its leaves in containers of other types: expected those that {who}; "
+            "restore a checkpoint to what abstract() gives, and keep types in a train step"
         )
 
 

@@ -94,7 +94,10 @@ def check_made_by(state: LocalState, kind: str) -> None:
 
 @dataclass(frozen=True)
 class ParamsIn:
-    """The parameters' key, attribute or index in a train state; None if they are the state."""
+    """The parameters' key, attribute or index in a train state; None if they are the state.
+
+    A train state is taken apart as JAX does it, so that it may be of any registered type.
+    """
 
     where: str | int | None
 
@@ -106,29 +109,45 @@ class ParamsIn:
         """
         if self.where is None:
             return state
+        parts, _, index = self._parts(state)
+        return parts[index]
+
+    def put(self, state: Any, params: Any) -> Any:
+        """Return a state with other parameters."""
+        if self.where is None:
+            return params
+        parts, structure, index = self._parts(state)
+        return structure.unflatten([*parts[:index], params, *parts[index + 1 :]])
+
+    def _parts(self, state: Any) -> tuple[list[Any], Any, int]:
+        """Return a state's own parts, what puts them together, and which has the parameters."""
+        flat, structure = jax.tree_util.tree_flatten_with_path(
+            state, is_leaf=lambda part: part is not state
+        )
+        names = [_name(path) for path, _ in flat]
+        parts = [part for _, part in flat]
+        if self.where in names:
+            return parts, structure, names.index(self.where)
+        # A type that was registered without keys names no parts: a copy with marks for parts says
+        # which of them an attribute is; and so do negative numbers, and those of a NamedTuple.
+        marks = [object() for _ in parts]
         try:
-            if isinstance(self.where, str) and not isinstance(state, Mapping):
-                return getattr(state, self.where)
-            return state[self.where]
-        except (KeyError, IndexError, AttributeError, TypeError):
+            marked: Any = structure.unflatten(marks)
+            is_key = isinstance(self.where, int) or isinstance(state, Mapping)
+            found = marked[self.where] if is_key else getattr(marked, str(self.where))
+            return parts, structure, marks.index(found)
+        except (KeyError, IndexError, AttributeError, TypeError, ValueError):
             raise ValueError(
                 f"no parameters at {self.where!r} in a train state of type "
                 f"{type(state).__name__}: give params=, the key, attribute or number under which "
                 "it has them, or None where the state is the parameters"
             ) from None
 
-    def put(self, state: Any, params: Any) -> Any:
-        """Return a state with other parameters."""
-        if self.where is None:
-            return params
-        if isinstance(state, Mapping):
-            return type(state)({**state, self.where: params})  # type: ignore[call-arg]
-        if isinstance(self.where, int):
-            parts = [*state[: self.where], params, *state[self.where + 1 :]]
-            return type(state)(*parts) if hasattr(state, "_fields") else type(state)(parts)
-        if hasattr(state, "_replace"):
-            return state._replace(**{self.where: params})
-        return dataclasses.replace(state, **{self.where: params})
+
+def _name(path: Sequence[Any]) -> Any:
+    """Return the key, attribute or number in a path of one entry; None for what has no parts."""
+    names = ("key", "idx", "name")
+    return next((getattr(e, n) for e in path for n in names if hasattr(e, n)), None)
 
 
 def fragments_of(params: Any, count: int) -> tuple[Callable[[Any], Any], ...]:

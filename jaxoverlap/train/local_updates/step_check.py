@@ -14,6 +14,7 @@ import jax
 import numpy as np
 
 from jaxoverlap.passes.analysis.jaxprs import equations
+from jaxoverlap.train.arguments import check_like
 from jaxoverlap.train.compression.sync import Sync
 from jaxoverlap.train.local_updates.outer import Outer
 
@@ -97,11 +98,8 @@ def _check_result(result: Any, state: Any) -> None:
         raise ValueError(
             f"the train step returned a {type(result).__name__}: expected (state, metrics)"
         )
-    found, wanted = jax.tree.structure(result[0]), jax.tree.structure(state)
-    if found != wanted:
-        raise ValueError(
-            f"the train step returned a state of {found}: expected one like it was given, {wanted}"
-        )
+    if jax.tree.structure(result[0]) != jax.tree.structure(state):
+        check_like(result[0], state, "the state that the train step returned", "it was given")
     for (path, old), new in zip(
         jax.tree.leaves_with_path(state), jax.tree.leaves(result[0]), strict=True
     ):
