@@ -21,6 +21,7 @@ from jax.core import Tracer
 from jax.sharding import AxisType, Mesh
 
 from jaxoverlap.api import overlap as overlap_of
+from jaxoverlap.train.dtypes import is_narrow
 
 # Steps at which a schedule is looked at when it is given; its other values can only be looked at
 # when their steps come.
@@ -39,6 +40,11 @@ def whole(name: str, value: Any, least: int, most: int | None = None) -> int:
         upto = "or more" if most is None else f"to {most}"
         raise ValueError(f"{name}={value!r}: expected a whole number, {least} {upto}")
     return number
+
+
+def seed(name: str, value: Any) -> int:
+    """Return a seed of 32 bits: of a larger one jax.random.key takes the low bits alone."""
+    return whole(name, value, 0, 2**32 - 1)
 
 
 def number(
@@ -102,13 +108,15 @@ def flag(name: str, value: Any) -> bool:
 
 
 def floating(name: str, value: Any) -> Any:
-    """Return a dtype of floats."""
+    """Return a dtype of floats of 16 bits or more."""
     try:
         found = jnp.dtype(value)
     except TypeError:
         found = None
-    if found is None or not jnp.issubdtype(found, jnp.floating):
-        raise ValueError(f"{name}={value!r}: expected a dtype of floats, as jnp.float32")
+    if found is None or not jnp.issubdtype(found, jnp.floating) or is_narrow(found):
+        raise ValueError(
+            f"{name}={value!r}: expected a dtype of floats of 16 bits or more, as jnp.float32"
+        )
     return found
 
 
@@ -214,7 +222,10 @@ def warn_of_raw_keys(state: Any) -> None:
 
 
 def check_floats(params: Any) -> None:
-    """Raise a ValueError unless all parameters are of floats, which alone can be averaged."""
+    """Raise a ValueError unless all parameters are of floats, which alone can be averaged.
+
+    What workers send has the parameters' dtypes: floats of 8 bits would lose most of it.
+    """
     for path, leaf in jax.tree_util.tree_leaves_with_path(params):
         dtype = leaf.dtype if hasattr(leaf, "dtype") else jnp.result_type(leaf)
         if not jnp.issubdtype(dtype, jnp.inexact):
@@ -222,6 +233,12 @@ def check_floats(params: Any) -> None:
                 f"a parameter of dtype {dtype} at {jax.tree_util.keystr(path) or 'the root'}: "
                 "only floats are averaged; keep counters, keys and the like apart from the "
                 "parameters (in a train state, beside those that params= names)"
+            )
+        if is_narrow(dtype):
+            raise ValueError(
+                f"a parameter of dtype {dtype} at {jax.tree_util.keystr(path) or 'the root'}: "
+                "expected floats of 16 bits or more, as averages and small updates are lost in "
+                "fewer; keep it in bfloat16 or float32, and cast it in the step"
             )
 
 

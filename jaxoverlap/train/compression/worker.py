@@ -16,6 +16,7 @@ from jax.sharding import PartitionSpec as P
 from jaxoverlap.train.compression import backward
 from jaxoverlap.train.compression.averager import Averager, Reduced
 from jaxoverlap.train.compression.state import SyncState, TrainState
+from jaxoverlap.train.dtypes import is_narrow
 from jaxoverlap.train.finite import all_fine, kept_if
 from jaxoverlap.train.optax_update import update
 from jaxoverlap.train.placement import folded, is_key, over_workers
@@ -188,5 +189,7 @@ def _next_model(before: Any, seen: Any, means: Any, workers: int) -> Any:
 
 
 def _as_float(value: Any) -> jax.Array:
+    """Return a value in a dtype that is averaged: float32 for integers and floats of 8 bits."""
     value = jnp.asarray(value)
-    return value if jnp.issubdtype(value.dtype, jnp.inexact) else value.astype(jnp.float32)
+    fits = jnp.issubdtype(value.dtype, jnp.inexact) and not is_narrow(value.dtype)
+    return value if fits else value.astype(jnp.float32)
