@@ -242,6 +242,22 @@ def check_floats(params: Any) -> None:
             )
 
 
+def check_finite(params: Any) -> None:
+    """Raise a ValueError for parameters that are not finite: how far one came is no number then.
+
+    Values of tracers and shapes are not known, and are not looked at.
+    """
+    check_floats(params)
+    for path, leaf in jax.tree_util.tree_leaves_with_path(params):
+        if isinstance(leaf, Tracer | jax.ShapeDtypeStruct) or jnp.isfinite(leaf).all():
+            continue
+        raise ValueError(
+            f"the parameter at {jax.tree_util.keystr(path) or 'the root'} has elements that are "
+            "infinite or not a number: expected finite ones, whose changes are averaged; keep "
+            "masks and running maxima beside the parameters (in what params= does not name)"
+        )
+
+
 def check_automatic(mesh: Mesh) -> None:
     """Raise a ValueError for a mesh with explicit or manual axes."""
     if any(kind != AxisType.Auto for kind in mesh.axis_types):

@@ -72,3 +72,17 @@ def test_means_and_norms_of_narrow_wide_and_complex_numbers():
     np.testing.assert_allclose(norm([jnp.asarray([3 + 4j])]), 5)
     with jax.enable_x64(True):
         np.testing.assert_allclose(norm([jnp.asarray([1e30, 0.0])]), 1e30, rtol=1e-6)
+
+
+@pytest.mark.parametrize("sync", (None, uniform(none())))
+@pytest.mark.filterwarnings("ignore:.*compresses 0 of 0")
+def test_states_are_alike_with_and_without_doubles(sync):
+    """Flags are float32 in both, so that a round's state is the next round's."""
+    with jax.enable_x64(True):
+        updates = local_updates(lambda s, b: (s - b.mean(), b.mean()), params=None, sync=sync)
+        state = updates.init(jnp.ones(3, jnp.float64))
+        first = jax.tree.map(lambda leaf: leaf.dtype, state)
+        state, _ = updates.round(state, np.ones((2, 4, 1)))
+        assert jax.tree.map(lambda leaf: leaf.dtype, state) == first
+        updates.round(updates.spread(updates.consolidate(state)), np.ones((2, 4, 1)))
+        np.testing.assert_array_equal(updates.params(state), 0.0)  # 1, less 2 clipped to 1
