@@ -21,6 +21,7 @@ from jax.core import Tracer
 from jax.sharding import AbstractMesh, AxisType, Mesh
 
 from jaxoverlap.api import overlap as overlap_of
+from jaxoverlap.train.dtypes import is_narrow
 
 # Steps at which a schedule is looked at when it is given; its other values can only be looked at
 # when their steps come.
@@ -39,6 +40,11 @@ def whole(name: str, value: Any, least: int, most: int | None = None) -> int:
         upto = "or more" if most is None else f"to {most}"
         raise ValueError(f"{name}={value!r}: expected a whole number, {least} {upto}")
     return number
+
+
+def seed(name: str, value: Any) -> int:
+    """Return a seed of 32 bits: of a larger one jax.random.key takes the low bits alone."""
+    return whole(name, value, 0, 2**32 - 1)
 
 
 def number(
@@ -102,13 +108,15 @@ def flag(name: str, value: Any) -> bool:
 
 
 def floating(name: str, value: Any) -> Any:
-    """Return a dtype of floats."""
+    """Return a dtype of floats of 16 bits or more."""
     try:
         found = jnp.dtype(value)
     except TypeError:
         found = None
-    if found is None or not jnp.issubdtype(found, jnp.floating):
-        raise ValueError(f"{name}={value!r}: expected a dtype of floats, as jnp.float32")
+    if found is None or not jnp.issubdtype(found, jnp.floating) or is_narrow(found):
+        raise ValueError(
+            f"{name}={value!r}: expected a dtype of floats of 16 bits or more, as jnp.float32"
+        )
     return found
 
 
@@ -151,15 +159,48 @@ def check_is(value: Any, kind: type, comes_from: str) -> None:
         )
 
 
-def check_arrays(on_devices: Any, on_host: Any = None) -> None:
-    """Raise a ValueError for a state that is traced, or has leaves that are not on devices."""
-    for leaf in jax.tree.leaves((on_devices, on_host)):
+def check_like(found: Any, wanted: Any, what: str, who: str) -> None:
+    """Raise a ValueError for the first leaf in which a tree differs from the one that is wanted.
+
+    Args:
+        found, wanted: trees of arrays or shapes.
+        what: is compared, for the error.
+        who: makes the tree that is wanted, for the error.
+    """
+    has, needs = _described(found), _described(wanted)
+    for path in needs | has:
+        one, other = has.get(path, "nothing"), needs.get(path, "nothing")
+        if one != other:
+            raise ValueError(f"{what} has {one} at {path}: expected {other}, as {who}")
+    if jax.tree.structure(found) != jax.tree.structure(wanted):
+        raise ValueError(
+            f"{what} has its leaves in containers of other types: expected those that {who}; "
+            "restore a checkpoint to what abstract() gives, and keep types in a train step"
+        )
+
+
+def _described(tree: Any) -> dict[str, str]:
+    """Return dtype and shape of each leaf by its path."""
+    return {
+        jax.tree_util.keystr(path) or "the root": f"{leaf.dtype}{list(leaf.shape)}"
+        for path, leaf in jax.tree_util.tree_leaves_with_path(tree)
+    }
+
+
+def check_not_traced(state: Any) -> None:
+    """Raise a ValueError for a state that is traced."""
+    for leaf in jax.tree.leaves(state):
         if isinstance(leaf, Tracer):
             raise ValueError(
                 "this was called inside jax.jit or another transformation: expected arrays, as it "
                 "is compiled by itself and changes its programs; call it from a Python loop"
             )
-    for leaf in jax.tree.leaves(on_devices):
+
+
+def check_arrays(state: Any) -> None:
+    """Raise a ValueError for a state that is traced, or has leaves that are not on devices."""
+    check_not_traced(state)
+    for leaf in jax.tree.leaves(state):
         if not isinstance(leaf, jax.Array):
             raise ValueError(
                 f"the state has a {type(leaf).__name__} of shape {np.shape(leaf)}: expected arrays "
@@ -181,7 +222,10 @@ def warn_of_raw_keys(state: Any) -> None:
 
 
 def check_floats(params: Any) -> None:
-    """Raise a ValueError unless all parameters are of floats, which alone can be averaged."""
+    """Raise a ValueError unless all parameters are of floats, which alone can be averaged.
+
+    What workers send has the parameters' dtypes: floats of 8 bits would lose most of it.
+    """
     for path, leaf in jax.tree_util.tree_leaves_with_path(params):
         dtype = leaf.dtype if hasattr(leaf, "dtype") else jnp.result_type(leaf)
         if not jnp.issubdtype(dtype, jnp.inexact):
@@ -190,6 +234,28 @@ def check_floats(params: Any) -> None:
                 "only floats are averaged; keep counters, keys and the like apart from the "
                 "parameters (in a train state, beside those that params= names)"
             )
+        if is_narrow(dtype):
+            raise ValueError(
+                f"a parameter of dtype {dtype} at {jax.tree_util.keystr(path) or 'the root'}: "
+                "expected floats of 16 bits or more, as averages and small updates are lost in "
+                "fewer; keep it in bfloat16 or float32, and cast it in the step"
+            )
+
+
+def check_finite(params: Any) -> None:
+    """Raise a ValueError for parameters that are not finite: how far one came is no number then.
+
+    Values of tracers and shapes are not known, and are not looked at.
+    """
+    check_floats(params)
+    for path, leaf in jax.tree_util.tree_leaves_with_path(params):
+        if isinstance(leaf, Tracer | jax.ShapeDtypeStruct) or jnp.isfinite(leaf).all():
+            continue
+        raise ValueError(
+            f"the parameter at {jax.tree_util.keystr(path) or 'the root'} has elements that are "
+            "infinite or not a number: expected finite ones, whose changes are averaged; keep "
+            "masks and running maxima beside the parameters (in what params= does not name)"
+        )
 
 
 def check_automatic(mesh: Mesh | AbstractMesh) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -17,12 +18,26 @@ def all_fine(tree: Any) -> jax.Array:
     return fine
 
 
-def still_fine(before: Any, after: Any) -> jax.Array:
-    """Return whether all elements of a tree are finite, or were not before, bool []."""
+def stays_fine(
+    before: Any, after: Any, strict: Sequence[bool] | None = None, *, dims: int = 0
+) -> jax.Array:
+    """Return whether all elements are finite, were not before, or are a legal -inf; bool.
+
+    Args:
+        before, after: trees alike, of a step.
+        strict: for each leaf whether -inf is not legal; None for all. It is where a running maximum
+            begins and what masks hold, and so no sign of a step that diverged.
+        dims: leading dims of all leaves, for each of whose indices the result says so.
+    """
     fine = jnp.ones((), bool)
-    for old, new in zip(jax.tree.leaves(before), jax.tree.leaves(after), strict=True):
+    leaves = jax.tree.leaves(before), jax.tree.leaves(after)
+    strict = [True] * len(leaves[0]) if strict is None else strict
+    for old, new, is_strict in zip(*leaves, strict, strict=True):
         if jnp.issubdtype(new.dtype, jnp.inexact):
-            fine = fine & (jnp.isfinite(new) | ~jnp.isfinite(old)).all()
+            legal = jnp.isfinite(new) | ~jnp.isfinite(old)
+            if not is_strict and not jnp.iscomplexobj(new):
+                legal |= jnp.isneginf(new)
+            fine = fine & legal.all(range(dims, new.ndim))
     return fine
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, ClassVar
 
@@ -15,6 +15,8 @@ from jax.sharding import PartitionSpec as P
 from jaxoverlap.train.arguments import (
     check_arrays,
     check_is,
+    check_like,
+    check_not_traced,
     check_workers,
     keys,
     overlap_options,
@@ -22,16 +24,16 @@ from jaxoverlap.train.arguments import (
 )
 from jaxoverlap.train.compression.averager import Averager
 from jaxoverlap.train.compression.control_loop import ControlLoop
-from jaxoverlap.train.compression.state import Control
 from jaxoverlap.train.compression.sync import Sync
 from jaxoverlap.train.placement import WorkerPlacement, copies, folded, is_key
-from jaxoverlap.train.programs import Programs, like_at
+from jaxoverlap.train.programs import Programs, key_of, like_at
 
 
 class OverWorkers(ABC):
     """Training by the workers along an axis of a mesh: `DataParallel` and `LocalUpdates`.
 
-    A state is a dataclass with `sync`, `control`, and `arrays`: the state without its control.
+    A state is a dataclass with `sync`, `control`, and `arrays`: the state without what is on the
+    host (`with_host_of`, `each_on_host`).
 
     Attributes:
         mesh, axis: where the workers are.
@@ -60,6 +62,7 @@ class OverWorkers(ABC):
         stacked = keys("stacked", stacked)
         self._loop = sync and ControlLoop(sync, self._placement, stacked, shared=shared)
         self._programs = self._loop.programs if self._loop else Programs()
+        self._fitting: Hashable = None  # the shapes of the last state that was checked
 
     @property
     def workers(self) -> int:
@@ -102,7 +105,7 @@ class OverWorkers(ABC):
         """Return the state of a run that begins, placed on the mesh."""
         program = jax.jit(self._new, out_shardings=self._shardings(initial))
         new = program(self._placement.on_mesh(initial))
-        return replace(new, control=self._new_control(initial))
+        return self._with_host(new, initial)
 
     def _abstract(self, initial: Any, workers: int | None) -> Any:
         """Return what `_init` would, as shapes with shardings.
@@ -114,28 +117,31 @@ class OverWorkers(ABC):
         """
         shapes, place = jax.eval_shape(self._new, initial), self._placement
         found = jax.tree.map(like_at, shapes, self._shardings(initial))
-        control = jax.tree.map(lambda x: like_at(x, place.at()), self._new_control(initial))
-        found = replace(found, control=control)
+        found = self._with_host(found, initial).each_on_host(lambda x: like_at(x, place.at()))
         if workers is None or workers == self.workers:
             return found
         return self._each_worker(found, place.of_workers(whole("workers", workers, 1)))
 
-    def _new_control(self, initial: Any) -> Control | None:
-        return self._loop and self._loop.new_control(self._initial_params(initial))
+    def _with_host(self, state: Any, initial: Any) -> Any:
+        """Return the state of a run that begins with what it has on the host."""
+        control = self._loop and self._loop.new_control(self._initial_params(initial))
+        return replace(state, control=control)
 
     def spread(self, state: Any) -> Any:
         """Return the state of all workers from a consolidated one, on any mesh.
 
         Raises:
-            ValueError: if other layers are compressed with this number of workers.
+            ValueError: if other layers are compressed with this number of workers, or another
+                algorithm or optimizer made the state.
         """
-        check_is(state, self.state_type, "consolidate()")
+        self._check_made(state, "consolidate()")
+        self._check_fits(state.arrays)
         moved = self._placement.with_specs_of(state.arrays)
         initial = self._initial(moved)
         if self._loop:  # raises for another synchronisation
             self._loop.in_use(self._initial_params(initial), state.control)
         program = jax.jit(self._of_all, out_shardings=self._shardings(initial))
-        return replace(program(moved), control=state.control)
+        return program(moved).with_host_of(state)
 
     def _copied(self, state: Any) -> Any:
         """Return the state of all workers, each with a copy; keys differ between them."""
@@ -150,14 +156,15 @@ class OverWorkers(ABC):
 
     def _check_state(self, state: Any) -> None:
         """Raise a ValueError unless a state is of arrays on devices, and of these workers."""
-        check_is(state, self.state_type, self.comes_from)
-        check_arrays(state.arrays, state.control)
+        self._check_made(state, self.comes_from)
+        check_arrays(state.arrays)
 
         def check_count(leaf: jax.Array) -> jax.Array:
-            if leaf.shape[0] != self.workers:
+            if leaf.shape[:1] != (self.workers,):
+                has = f"of {leaf.shape[0]} workers" if leaf.ndim else "consolidated"
                 raise ValueError(
-                    f"the state is of {leaf.shape[0]} workers, and the mesh has {self.workers}: "
-                    "give it to consolidate(), and that to spread(), of what the mesh belongs to"
+                    f"the state is {has}, and the mesh has {self.workers}: give it to "
+                    "consolidate(), and that to spread(), of what the mesh belongs to"
                 )
             return leaf
 
@@ -168,6 +175,31 @@ class OverWorkers(ABC):
                 f"and local updates {'without' if self._loop is None else 'with'} it: give the "
                 "state to local updates that were made alike, with sync=, or without"
             )
+        self._check_fits(self._each_worker(state.arrays, _without_first))
+
+    def _check_of_workers(self, state: Any) -> None:
+        """Raise a ValueError unless a state, of any number of workers, is of this algorithm."""
+        self._check_made(state, self.comes_from)
+        self._check_fits(self._each_worker(state.arrays, _without_first))
+
+    def _check_made(self, state: Any, comes_from: str) -> None:
+        """Raise a ValueError for what is no state, is traced, or is of another algorithm."""
+        check_is(state, self.state_type, comes_from)
+        check_not_traced(state)
+
+    def _check_fits(self, consolidated: Any) -> None:
+        """Raise a ValueError unless a state is like one that `_new` would make of its parameters.
+
+        Args:
+            consolidated: the state without its workers' dims, arrays or shapes. What compresses
+                averages has a check of its own (`Control.checked`).
+        """
+        found = jax.tree.map(_shape_of, replace(consolidated, sync=None))
+        if (key := key_of(found)) != self._fitting:
+            made = jax.eval_shape(self._new, self._initial(found))
+            wanted = replace(self._each_worker(made, _without_first), sync=None)
+            check_like(found, wanted, "the state", "this optimizer makes of its parameters")
+            self._fitting = key
 
     # -- settings ---------------------------------------------------------------------------------
 
@@ -191,6 +223,14 @@ class OverWorkers(ABC):
     def _in_use(self, state: Any) -> Averager | None:
         """Return the averager at a state's settings; None if averages are not compressed."""
         return self._loop and self._loop.in_use(self._params(state), state.control)
+
+
+def _shape_of(leaf: Any) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype)
+
+
+def _without_first(leaf: Any) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype)
 
 
 def without_workers(tree: Any, change: Callable[[Any], Any], axis: str) -> Any:

@@ -12,6 +12,8 @@ import optax
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from jaxoverlap.train.dtypes import at_least_float32
+
 
 @dataclass(frozen=True)
 class WorkerPlacement:
@@ -183,7 +185,7 @@ def mean_of_workers(leaf: jax.Array) -> jax.Array:
     In float32 at least: a mean of 16 bits would lose what workers differ by.
     """
     if jnp.issubdtype(leaf.dtype, jnp.inexact):
-        return leaf.astype(jnp.promote_types(leaf.dtype, jnp.float32)).mean(0).astype(leaf.dtype)
+        return leaf.astype(at_least_float32(leaf.dtype)).mean(0).astype(leaf.dtype)
     return leaf[0]
 
 

@@ -104,7 +104,7 @@ class Averager:
             error=zeros if feeds else {},
             accumulated=dict(zeros) if self.sync.every else {},
             shared=tuple(map(self._shared, range(len(self.layers)))),
-            finite=jnp.ones(len(self.layers) + 1),
+            finite=jnp.ones(len(self.layers) + 1, jnp.float32),
         )
 
     def _shared(self, number: int) -> Any:
@@ -125,7 +125,7 @@ class Averager:
                 state.error.get(str(leaf)),
                 state.accumulated.get(str(leaf)),
                 tuple(state.shared[n] for n in numbers),
-                tuple(jnp.ones(()) for _ in numbers),
+                tuple(jnp.ones((), jnp.float32) for _ in numbers),
             )
             for leaf, numbers in self.of_leaf.items()
         }
@@ -294,7 +294,7 @@ class Averager:
             finite: by leaf, `LeafState.finite`.
             uncompressed: values of the other leaves.
         """
-        flags = [jnp.ones(()) for _ in self.layers]
+        flags = [jnp.ones((), jnp.float32) for _ in self.layers]
         for leaf, own in finite.items():
             for number, flag in zip(self.of_leaf[leaf], own, strict=True):
                 flags[number] = flag.min()
@@ -336,7 +336,7 @@ class Averager:
         for number, layer in enumerate(self.layers):
             settings, shared = self.sync.candidates(layer), state.shared[number]
             summed = state.accumulated[str(layer.leaf)] / self.sync.accumulate
-            row, norm = jnp.zeros(len(settings)), jnp.zeros(())
+            row, norm = jnp.zeros(len(settings), jnp.float32), jnp.zeros((), jnp.float32)
             for _, matrix, own in self._matrices(number, summed, shared):
                 row += self.sync.compressor.errors(matrix, own, settings)
                 norm += jnp.linalg.norm(matrix)

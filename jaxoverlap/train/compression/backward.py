@@ -161,7 +161,7 @@ def _run_scan(
     stacks = _put(jax.tree.map(lambda o: _empty(o, length), others), others, first)
     means = jax.tree.map(lambda o: _empty(o, length), pending)
     states = {
-        leaf: state._replace(finite=tuple(jnp.ones(length) for _ in state.finite))
+        leaf: state._replace(finite=tuple(jnp.ones(length, jnp.float32) for _ in state.finite))
         for leaf, state in states.items()
     }
     before = 1 if backwards else -1  # from a position to the one that ran before it

@@ -16,7 +16,7 @@ from jax.sharding import Mesh
 from jaxoverlap.api import overlap as overlapped
 from jaxoverlap.cost.groups import groups_of
 from jaxoverlap.cost.model import CostModel
-from jaxoverlap.train.arguments import check_floats, check_is, flag, function, transformation
+from jaxoverlap.train.arguments import check_floats, flag, function, transformation
 from jaxoverlap.train.compression.averager import Averager
 from jaxoverlap.train.compression.control_loop import ControlLoop
 from jaxoverlap.train.compression.explain import AveragePrice, price
@@ -126,7 +126,7 @@ class DataParallel(OverWorkers):
         What workers have not sent yet is averaged: so much is owed to the parameters, whoever pays
         it. All else is the same on all workers.
         """
-        check_is(state, TrainState, self.comes_from)
+        self._check_of_workers(state)
 
         def mean(sync: SyncState) -> SyncState:
             return sync.each_worker(mean_of_workers)
@@ -176,7 +176,8 @@ class DataParallel(OverWorkers):
 
         Args:
             state: from `init`, a checkpoint, or the step before.
-            batch: a tree of arrays [global batch, ...]; each worker gets an equal part.
+            batch: a tree of arrays [global batch, ...]; each worker gets an equal part, and all of
+                what is a scalar.
 
         Returns:
             The state, and the first result of loss_and_grads averaged over the workers (integers
@@ -264,7 +265,8 @@ class DataParallel(OverWorkers):
         self, state: Any, batch: Any, averager: Averager
     ) -> tuple[Hashable, Callable[[], Any]]:
         """Return the key of a program and what lowers it, which holds shapes alone."""
-        rows = jax.tree.map(lambda b: batch_like(b, self._placement.at(self.axis)), batch)
+        place = self._placement
+        rows = jax.tree.map(lambda b: batch_like(b, place.at(*(self.axis,)[: np.ndim(b)])), batch)
         shapes = jax.tree.map(like, state.arrays)
         key = ("step", averager.settings, averager.accumulate, key_of((shapes, rows)))
         return key, lambda: self._jitted(shapes, averager).lower(shapes, rows)
@@ -272,7 +274,7 @@ class DataParallel(OverWorkers):
     def _check_batch(self, batch: Any) -> None:
         for leaf in jax.tree.leaves(batch):
             shape = np.shape(leaf)
-            if not shape or shape[0] % self.workers:
+            if shape and shape[0] % self.workers:
                 raise ValueError(
                     f"a batch of shape {shape}: expected a first dim that is a multiple of the "
                     f"{self.workers} workers along {self.axis!r}; change either"

@@ -175,6 +175,14 @@ class TrainState:
         """Return what is on devices: the state without its control."""
         return replace(self, control=None)
 
+    def with_host_of(self, other: TrainState) -> TrainState:
+        """Return this state with what another one has on the host."""
+        return replace(self, control=other.control)
+
+    def each_on_host(self, change: Callable[[Any], Any]) -> TrainState:
+        """Change the leaves that are on the host, arrays or shapes."""
+        return replace(self, control=jax.tree.map(change, self.control))
+
 
 class Flags:
     """The flags of the last averages, which the host reads some steps late, so as not to wait."""

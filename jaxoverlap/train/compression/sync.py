@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from jaxoverlap.train import arguments
 from jaxoverlap.train.arguments import keys, number, whole
 from jaxoverlap.train.compression.compressors.compressor import Compressor, Setting, sent
 from jaxoverlap.train.compression.layers import Layer
@@ -85,7 +86,7 @@ class Sync:
             )
         checked = dict(
             start=whole("start", self.start, 0),
-            seed=whole("seed", self.seed, 0),
+            seed=arguments.seed("seed", self.seed),
             raw=keys("raw", self.raw),
             error_decay=number("error_decay", self.error_decay, above=0, most=1),
         )

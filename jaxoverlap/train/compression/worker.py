@@ -16,7 +16,8 @@ from jax.sharding import PartitionSpec as P
 from jaxoverlap.train.compression import backward
 from jaxoverlap.train.compression.averager import Averager, Reduced
 from jaxoverlap.train.compression.state import SyncState, TrainState
-from jaxoverlap.train.finite import all_fine, kept_if
+from jaxoverlap.train.dtypes import is_narrow
+from jaxoverlap.train.finite import kept_if, stays_fine
 from jaxoverlap.train.optax_update import update
 from jaxoverlap.train.placement import folded, is_key, over_workers
 
@@ -48,12 +49,13 @@ class WorkerStep:
         outlive the state.
         """
         axis = self.averager.axis
-        state = TrainState(P(), P(), SyncState.specs(axis), None, P())
+        specs = TrainState(P(), P(), SyncState.specs(axis), None, P())
 
         def compressed_step(state: Any, batch: Any) -> tuple[Any, Any, jax.Array]:
-            return mapped(state, batch)
+            rows = jax.tree.map(lambda leaf: P(axis) if jnp.ndim(leaf) else P(), batch)
+            given, made = (specs, rows), (specs, P(), P())
+            return over_workers(self._of_one, mesh, axis, given, made)(state, batch)
 
-        mapped = over_workers(self._of_one, mesh, axis, (state, P(axis)), (state, P(), P()))
         return compressed_step
 
     def _of_one(self, state: TrainState, batch: Any) -> tuple[TrainState, Any, jax.Array]:
@@ -73,7 +75,9 @@ class WorkerStep:
         )
         model_after = _next_model(model, seen, means, self.averager.workers)
         after = optax.apply_updates(params, updates), moved, model_after
-        fine = all_fine(after) | ~all_fine(before)
+        # In a model's state a running maximum may begin at -inf.
+        fine = stays_fine(before[:2], after[:2])
+        fine &= stays_fine(model, model_after, [False] * len(jax.tree.leaves(model)))
         (params, moments, model), kept = if_finite(after, before, new, sync, fine)
         finite = jnp.append(new.finite, fine.astype(jnp.float32))
         return TrainState(params, moments, kept.with_workers(), None, model), value, finite
@@ -188,5 +192,7 @@ def _next_model(before: Any, seen: Any, means: Any, workers: int) -> Any:
 
 
 def _as_float(value: Any) -> jax.Array:
+    """Return a value in a dtype that is averaged: float32 for integers and floats of 8 bits."""
     value = jnp.asarray(value)
-    return value if jnp.issubdtype(value.dtype, jnp.inexact) else value.astype(jnp.float32)
+    fits = jnp.issubdtype(value.dtype, jnp.inexact) and not is_narrow(value.dtype)
+    return value if fits else value.astype(jnp.float32)

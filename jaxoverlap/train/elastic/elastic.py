@@ -240,17 +240,17 @@ class Elastic:
             if len(stay) == len(workers):
                 return stays
             one = self._updates(of_stay).consolidate(stays)
-            one = replace(one, control=regroup.placed(one.control, of_stay))
+            one = one.each_on_host(lambda leaf: regroup.placed(leaf, of_stay))
         shapes = regroup.without_workers(updates.abstract(self._init(mesh)), self._axis)
         row = workers.index(min(stay))
         found = regroup.from_worker(one, shapes, mesh, self._axis, row)
-        full = updates.spread(replace(found, control=jax.tree.map(np.asarray, found.control)))
+        full = updates.spread(found.each_on_host(np.asarray))
         own = stays and stays.arrays
-        return replace(regroup.merged(full.arrays, own, self._axis), control=full.control)
+        return regroup.merged(full.arrays, own, self._axis).with_host_of(full)
 
     def _restricted(self, state: LocalState, mesh: Mesh) -> LocalState:
         arrays = regroup.restricted(state.arrays, mesh, self._axis)
-        return replace(arrays, control=state.control)
+        return arrays.with_host_of(state)
 
     def _mesh_of(self, workers: Sequence[int]) -> Mesh:
         devices = self._devices[list(workers)]

@@ -2,19 +2,23 @@
 
 A worker whose steps end in a train state that is not finite goes back to where they began, its
 inner optimizer included, and sends that it did not move. An outer step that is not finite is left
-out. Elements that were not finite before the steps (a mask of -inf in a train state) do not count.
+out. Elements that were not finite before the steps do not count, and -inf counts only in parameters
+and in what is like them (moments): elsewhere a running maximum begins there, and masks hold it.
 Workers report with the average that they take part in, so that nothing waits for a report.
 """
 
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+
+from jaxoverlap.train.finite import stays_fine
 
 
 class NonFiniteRoundError(ValueError):
@@ -64,7 +68,12 @@ class RoundReport(NamedTuple):
     @classmethod
     def new(cls, number: jax.Array, workers: int) -> RoundReport:
         """Return the report of a round in which all was finite so far."""
-        return cls(number, jnp.ones(workers), jnp.ones(workers), jnp.ones((), bool))
+        return cls(
+            number,
+            jnp.ones(workers, jnp.float32),
+            jnp.ones(workers, jnp.float32),
+            jnp.ones((), bool),
+        )
 
     def joined(self, told: jax.Array | None, outer: jax.Array) -> RoundReport:
         """Return the report with another average's [2, workers] and outer step's."""
@@ -127,14 +136,25 @@ def _not_fine(flags: Any) -> list[int]:
     return np.flatnonzero(np.asarray(flags) < 1).tolist()
 
 
-def each_worker(before: Any, after: Any) -> jax.Array:
-    """Return 1 for each worker whose elements are finite, or were not before; [workers]."""
-    fine = jnp.ones((), bool)
-    for old, new in zip(jax.tree.leaves(before), jax.tree.leaves(after), strict=True):
-        if jnp.issubdtype(new.dtype, jnp.inexact):
-            kept = jnp.isfinite(new) | ~jnp.isfinite(old)
-            fine = fine & kept.reshape(len(new), -1).all(1)
-    return fine.astype(jnp.float32)
+def each_worker(before: Any, after: Any, strict: Sequence[bool] | None = None) -> jax.Array:
+    """Return 1 for each worker whose elements are as they may be; float32 [workers].
+
+    The arguments are those of `stays_fine`.
+    """
+    return stays_fine(before, after, strict, dims=1).astype(jnp.float32)
+
+
+def mirrors(state: Any, params: Any) -> list[bool]:
+    """Return for each leaf of a train state whether it is a parameter, or like one, as a moment.
+
+    Such a leaf has a parameter's shape, and its path ends with the parameter's.
+    """
+    flat = jax.tree_util.tree_leaves_with_path(params)
+    shapes = {path: leaf.shape for path, leaf in flat}
+    return [
+        any(shapes.get(path[begin:]) == leaf.shape for begin in range(len(path) + 1))
+        for path, leaf in jax.tree_util.tree_leaves_with_path(state)
+    ]
 
 
 def one_hot(fine: Any, axis: str, workers: int) -> jax.Array:
@@ -145,4 +165,6 @@ def one_hot(fine: Any, axis: str, workers: int) -> jax.Array:
         axis: the workers'.
         workers: how many there are.
     """
-    return jnp.zeros((2, workers)).at[:, lax.axis_index(axis)].set(jnp.concatenate(fine))
+    return (
+        jnp.zeros((2, workers), jnp.float32).at[:, lax.axis_index(axis)].set(jnp.concatenate(fine))
+    )

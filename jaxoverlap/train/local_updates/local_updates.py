@@ -10,6 +10,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -17,8 +18,8 @@ from jax.sharding import PartitionSpec as P
 from jaxoverlap.api import Overlapped, overlap
 from jaxoverlap.passes.scheduling.scheduler import Scheduler
 from jaxoverlap.train.arguments import (
+    check_finite,
     check_floats,
-    check_is,
     flag,
     floating,
     function,
@@ -30,7 +31,13 @@ from jaxoverlap.train.local_updates import second_device
 from jaxoverlap.train.local_updates.finite import Reports, RoundReport
 from jaxoverlap.train.local_updates.outer import Outer
 from jaxoverlap.train.local_updates.round import Rounds, Step
-from jaxoverlap.train.local_updates.state import LocalState, ParamsIn, fragments_of
+from jaxoverlap.train.local_updates.state import (
+    LocalState,
+    ParamsIn,
+    check_made_by,
+    fragments_of,
+    made_by,
+)
 from jaxoverlap.train.local_updates.step_check import check_batches, check_outer, check_step
 from jaxoverlap.train.optax_update import update
 from jaxoverlap.train.over_workers import OverWorkers, without_workers
@@ -126,9 +133,10 @@ class LocalUpdates(OverWorkers):
 
         Raises:
             ValueError: if it is sharded over the workers' axis or is on another mesh, has no
-                parameters where `params` says, or others than floats there.
+                parameters where `params` says, or others than finite floats there.
         """
         warn_of_raw_keys(state)
+        check_finite(self._params_in.get(state))
         return self._init(state)
 
     def abstract(self, state: Any, *, workers: int | None = None) -> LocalState:
@@ -160,9 +168,16 @@ class LocalUpdates(OverWorkers):
         are averaged and the rest is worker 0's. For the same number of workers keep the state
         itself, which loses nothing.
         """
-        check_is(state, LocalState, self.comes_from)
+        self._check_of_workers(state)
         found = without_workers(state.arrays, self._consolidated, self.axis)
-        return replace(found, control=state.control)
+        return found.with_host_of(state)
+
+    def _with_host(self, state: LocalState, initial: Any) -> LocalState:
+        return replace(super()._with_host(state, initial), made_by=made_by(self.outer.kind))
+
+    def _check_made(self, state: LocalState, comes_from: str) -> None:
+        super()._check_made(state, comes_from)
+        check_made_by(state, self.outer.kind)
 
     def _consolidated(self, state: LocalState) -> LocalState:
         if self.outer.eager:  # each has applied its own part of what is under way
@@ -172,7 +187,7 @@ class LocalUpdates(OverWorkers):
         if self.outer.same_start:  # an average of equals may round
             first = jax.tree.map(lambda x: x[0], self._params_in.get(state.worker))
             found = replace(found, worker=self._params_in.put(found.worker, first))
-        return replace(found, finite=jnp.ones(()))
+        return replace(found, finite=jnp.ones((), jnp.float32))
 
     def _initial(self, state: LocalState) -> Any:
         return state.worker
@@ -218,7 +233,7 @@ class LocalUpdates(OverWorkers):
             transform.init(take(begin)) for take in fragments_of(begin, self.outer.fragments)
         )
         sent = jax.tree.map(jnp.zeros_like, params) if self.outer.delay else None
-        one = LocalState(initial, begin, optimizer, sent, jnp.int32(0), jnp.ones(()))
+        one = LocalState(initial, begin, optimizer, sent, jnp.int32(0), jnp.ones((), jnp.float32))
         return replace(self._copied(one), sync=self._loop and self._loop.new_state(params))
 
     def _shardings(self, initial: Any) -> LocalState:
@@ -253,7 +268,8 @@ class LocalUpdates(OverWorkers):
         Args:
             state: from `init`, `spread` or the round before.
             batches: a tree of arrays [every, global batch, ...]; each worker gets an equal part of
-                the global batch, in order.
+                the global batch, in order. Arrays [every] have a number a step, for all workers; a
+                step that needs no batch gets None.
             steps: of this round, if fewer than the outer optimizer's `every`, as for the last one
                 of a run: batches are then [steps, ...]. Fragments need full rounds.
 
@@ -271,7 +287,7 @@ class LocalUpdates(OverWorkers):
         self._check_state(state)
         self._reports.check(1)
         arrays, control = state.arrays, state.control
-        program_of = functools.partial(self._round_of, arrays, batches)
+        program_of = functools.partial(self._round_of, arrays, batches, outer)
         if self._loop is None:
             program = self._programs.get(*program_of(None))
         else:
@@ -279,7 +295,7 @@ class LocalUpdates(OverWorkers):
             program, control, arrays = turn.program, turn.control, replace(arrays, sync=turn.sync)
         arrays, metrics, seen = program(arrays, batches)
         self._reports.add(seen)
-        return replace(arrays, control=control), metrics
+        return replace(arrays.with_host_of(state), control=control), metrics
 
     def check(self, state: LocalState) -> None:
         """Wait for the rounds so far, and raise if something of one was left out.
@@ -302,12 +318,14 @@ class LocalUpdates(OverWorkers):
             What `jaxoverlap.overlap(...).lower` does (or, without overlap, `jax.jit(...).lower`):
             compile it to audit and simulate.
         """
+        self._check_of_workers(state)
         check_batches(batches, self.outer.every, self.workers, self.axis)
-        check_step(self._step, state.worker, batches, self.axis)
-        return self._one_program(state.arrays, self._in_use(state)).lower(state.arrays, batches)
+        check_step(self._step, state.worker, batches, self.axis, self.workers)
+        program = self._one_program(state.arrays, self._in_use(state), self.outer)
+        return program.lower(state.arrays, batches)
 
     def _round_of(
-        self, state: LocalState, batches: Any, averager: Averager | None
+        self, state: LocalState, batches: Any, outer: Outer, averager: Averager | None
     ) -> tuple[Hashable, Callable[[], Any]]:
         """Return the key of a round's program and what makes it, which holds shapes alone.
 
@@ -316,23 +334,25 @@ class LocalUpdates(OverWorkers):
         """
         place = self._placement
         shapes = jax.tree.map(like, state)
-        rows = jax.tree.map(lambda b: batch_like(b, place.at(None, self.axis)), batches)
+        rows = jax.tree.map(
+            lambda b: batch_like(b, place.at(*(None, self.axis)[: np.ndim(b)])), batches
+        )
         settings = (averager.settings, averager.accumulate) if averager else None
-        key = ("round", settings, key_of((shapes, rows)))
+        key = ("round", outer.every, settings, key_of((shapes, rows)))
         beside = second_device.mesh_beside(self.mesh) if self.outer.delay else None
 
         def make() -> Any:
-            check_step(self._step, shapes.worker, rows, self.axis)
+            check_step(self._step, shapes.worker, rows, self.axis, self.workers)
             if beside is not None:
-                rounds = self._rounds(shapes, averager)
+                rounds = self._rounds(shapes, averager, outer)
                 return second_device.Runner(rounds, beside, named_shardings(shapes))
-            program = self._one_program(shapes, averager)
+            program = self._one_program(shapes, averager, outer)
             return program if averager is None else program.lower(shapes, rows)
 
         return key, make
 
-    def _one_program(self, state: LocalState, averager: Averager | None = None) -> Any:
-        rounds, at = self._rounds(state, averager), named_shardings(state)
+    def _one_program(self, state: LocalState, averager: Averager | None, outer: Outer) -> Any:
+        rounds, at = self._rounds(state, averager, outer), named_shardings(state)
 
         def local_round(state: LocalState, batches: Any) -> tuple[LocalState, Any, RoundReport]:
             return rounds.round(state, batches)
@@ -361,12 +381,15 @@ class LocalUpdates(OverWorkers):
         kept = state.worker if self._check_finite else ()
         return 3 * _bytes_on_device(params) + _bytes_on_device(kept)
 
-    def _rounds(self, state: LocalState, averager: Averager | None = None) -> Rounds:
+    def _rounds(
+        self, state: LocalState, averager: Averager | None = None, outer: Outer | None = None
+    ) -> Rounds:
+        outer = outer or self.outer  # of a short round another one
         params = self._params_in.get(state.worker)
         specs = jax.tree.map(lambda leaf: P(*leaf.sharding.spec[1:]), params)
-        takes = fragments_of(params, self.outer.fragments)
+        takes = fragments_of(params, outer.fragments)
         return Rounds(
-            self._step, self.outer, self._params_in, self._placement, specs, takes, averager,
+            self._step, outer, self._params_in, self._placement, specs, takes, averager,
             self._check_finite,
         )  # fmt: skip
 

@@ -86,6 +86,14 @@ class Outer:
         return replace(self, every=steps)
 
     @property
+    def kind(self) -> str:
+        """Return the algorithm as its states record it: name, and what changes their meaning."""
+        options = {"delay": 0, "eager": False, "sends_start": False, "fragments": 1}
+        given = {name: getattr(self, name) for name in options}
+        text = ", ".join(f"{name}={x}" for name, x in given.items() if x != options[name])
+        return f"{self.name}({text})"
+
+    @property
     def part(self) -> int:
         """Return the steps of a fragment's part of the round."""
         return self.every // self.fragments

@@ -22,7 +22,7 @@ from jaxoverlap.train.compression.averager import Averager
 from jaxoverlap.train.compression.state import SyncState
 from jaxoverlap.train.compression.worker import if_finite
 from jaxoverlap.train.finite import all_fine, kept_if
-from jaxoverlap.train.local_updates.finite import RoundReport, each_worker, one_hot
+from jaxoverlap.train.local_updates.finite import RoundReport, each_worker, mirrors, one_hot
 from jaxoverlap.train.local_updates.outer import Outer
 from jaxoverlap.train.local_updates.state import LocalState, ParamsIn, joined
 from jaxoverlap.train.optax_update import update
@@ -43,7 +43,7 @@ class Rounds:
 
     Attributes:
         step: train_step(state, batch) -> (state, metrics), of one worker.
-        outer: the outer optimizer.
+        outer: the outer optimizer, with the steps of this round.
         params_in: where a train state has its parameters.
         placement: the shardings of arrays.
         specs: the parameters' own specs, on the axes inside a worker.
@@ -64,21 +64,21 @@ class Rounds:
     def round(self, state: LocalState, batches: Any) -> tuple[LocalState, Any, RoundReport]:
         """Run the steps of a round, overlapped with the average, and the outer step."""
         outer, workers = self.outer, self.placement.workers
-        part = len(jax.tree.leaves(batches)[0]) // outer.fragments  # less in a short round
         metrics, seen = list[Any](), RoundReport.new(state.round, workers)
-        late, state = state.finite, replace(state, finite=jnp.ones(workers))
+        fine_yet = jnp.ones(workers, jnp.float32)
+        late, state = state.finite, replace(state, finite=fine_yet)
         for number, take in enumerate(self.fragments):
             average, sync, told = None, state.sync, None
             if outer.delay:  # beside the steps below
                 average, sync, told = self.averaged(state.sent, sync, (late, state.finite))
-            at = number * part
-            launch, end = at + part - outer.lag, at + part
+            at = number * outer.part
+            launch, end = at + outer.part - outer.lag, at + outer.part
             started = self.params_in.get(state.worker)
             state = self._advanced(state, batches, at, launch, bool(outer.delay), metrics)
             if not outer.delay:
                 progress, fine = self._progress(state, started, take), (late, state.finite)
                 average, sync, told = self.averaged(progress, sync, fine, take)
-                late, state = jnp.ones(workers), replace(state, finite=jnp.ones(workers))
+                late, state = fine_yet, replace(state, finite=fine_yet)
             state = self._advanced(state, batches, launch, end, True, metrics)
             state = replace(state, sync=sync)
             state, applied = self.applied(state, started, average, number)
@@ -106,7 +106,7 @@ class Rounds:
         middle = (begin + end) // 2 if hides and self.placement.scatter else begin
         for first, last in ((begin, middle), (middle, end)):
             if first < last:
-                worker, seen = self.steps(worker, _cut(batches, first, last))
+                worker, seen = self.steps(worker, _cut(batches, first, last), last - first)
                 metrics.append(seen)
         worker, fine = self.kept(state.worker, worker)
         return replace(state, worker=worker, finite=state.finite * fine)
@@ -118,25 +118,31 @@ class Rounds:
             The workers' states, and 1 for each worker that was finite, [workers].
         """
         if not self.check:
-            return after, jnp.ones(self.placement.workers)
+            return after, jnp.ones(self.placement.workers, jnp.float32)
         # Behind a barrier XLA does not join what is done with the state before the steps (how far
         # the workers came, an average's operand) with this, which would start averages after them.
         before, after = lax.optimization_barrier((before, after))
-        fine = each_worker(before, after)
+        fine = each_worker(before, after, mirrors(before, self.params_in.get(before)))
         return kept_if(fine, after, before), fine
 
-    def steps(self, worker: Any, batches: Any) -> tuple[Any, Any]:
-        """Take a step for each batch, every worker its own; metrics are [steps, workers, ...]."""
+    def steps(self, worker: Any, batches: Any, count: int) -> tuple[Any, Any]:
+        """Take `count` steps, every worker its own; metrics are [steps, workers, ...].
+
+        Of batches [steps, rows, ...] each worker gets its part, and of scalars [steps] all.
+        """
         workers, axis = self.placement.workers, self.placement.axis
 
         def shared_out(batch: Any) -> Any:
+            if batch.ndim == 1:
+                every = jnp.broadcast_to(batch[:, None], (count, workers))
+                return lax.with_sharding_constraint(every, self.placement.at(None, axis))
             steps, rows, *rest = batch.shape
             split = batch.reshape(steps, workers, rows // workers, *rest)
             free = (P.UNCONSTRAINED,) * (split.ndim - 2)
             return lax.with_sharding_constraint(split, self.placement.at(None, axis, *free))
 
         step = jax.vmap(self.step, spmd_axis_name=axis)
-        return lax.scan(step, worker, jax.tree.map(shared_out, batches))
+        return lax.scan(step, worker, jax.tree.map(shared_out, batches), length=count)
 
     def _progress(self, state: LocalState, started: Any, take: Take) -> Any:
         """Return how far each worker came from where the round began, of a fragment."""

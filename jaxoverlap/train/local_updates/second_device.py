@@ -54,12 +54,12 @@ class Runner:
         self._back = {there: here for here, there in self._pair.items()}
         self._mesh, self._others = rounds.placement.mesh, others
         self._average = jax.jit(beside.averaged)
-        ones = jnp.ones(rounds.placement.workers)
+        ones = jnp.ones(rounds.placement.workers, jnp.float32)
         self._fine = jax.jit(lambda: ones, out_shardings=shardings.finite)()  # of steps to come
         self._params_in = rounds.params_in
 
         def steps(worker: Any, batches: Any) -> tuple[Any, Any, jax.Array]:
-            after, metrics = rounds.steps(worker, batches)
+            after, metrics = rounds.steps(worker, batches, rounds.outer.every)
             kept, fine = rounds.kept(worker, after)
             return kept, metrics, fine
 

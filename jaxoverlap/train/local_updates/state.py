@@ -8,6 +8,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
+import numpy as np
+
+_MADE_BY = 96  # bytes: all of `Outer.kind` of the known algorithms, and names of users' own
 
 
 @jax.tree_util.register_dataclass
@@ -26,6 +29,8 @@ class LocalState:
         finite: 1 for each worker whose steps since it last sent were finite, float32 [workers].
         sync: what the compression of averages keeps (`compression.SyncState`); None without.
         control: its settings, on the host; None without.
+        made_by: the outer optimizer (`Outer.kind`) as UTF-8, on the host, uint8 [96]: an array, so
+            that checkpoints have it.
     """
 
     worker: Any
@@ -36,11 +41,21 @@ class LocalState:
     finite: Any
     sync: Any = None
     control: Any = None
+    made_by: Any = None
 
     @property
     def arrays(self) -> LocalState:
-        """Return what is on devices: the state without its control."""
-        return dataclasses.replace(self, control=None)
+        """Return what is on devices: the state without its control and who made it."""
+        return dataclasses.replace(self, control=None, made_by=None)
+
+    def with_host_of(self, other: LocalState) -> LocalState:
+        """Return this state with what another one has on the host."""
+        return dataclasses.replace(self, control=other.control, made_by=other.made_by)
+
+    def each_on_host(self, change: Callable[[Any], Any]) -> LocalState:
+        """Change the leaves that are on the host, arrays or shapes."""
+        control, made_by = jax.tree.map(change, (self.control, self.made_by))
+        return dataclasses.replace(self, control=control, made_by=made_by)
 
     def each_worker(self, change: Callable[[Any], Any], *, eager: bool) -> LocalState:
         """Change the leaves that differ between workers, arrays or shapes.
@@ -55,9 +70,34 @@ class LocalState:
         return dataclasses.replace(self, sync=sync, **changed)
 
 
+def made_by(kind: str) -> np.ndarray:
+    """Return `LocalState.made_by` of an outer optimizer's kind."""
+    return np.frombuffer(kind.encode()[:_MADE_BY].ljust(_MADE_BY), np.uint8).copy()
+
+
+def check_made_by(state: LocalState, kind: str) -> None:
+    """Raise a ValueError for a state of another outer optimizer; shapes do not say whose."""
+    if isinstance(state.made_by, jax.ShapeDtypeStruct):
+        return
+    if state.made_by is None or np.shape(state.made_by) != (_MADE_BY,):
+        raise ValueError(
+            "the state does not say which outer optimizer made it: give what init(), spread() or "
+            "a round returned, all of it"
+        )
+    if not np.array_equal(found := np.asarray(state.made_by, np.uint8), made_by(kind)):
+        name = bytes(found).decode(errors="replace").rstrip()
+        raise ValueError(
+            f"the state was made by {name}, and these local updates have {kind}: give it to local "
+            "updates with that outer optimizer, or go on from its parameters with init()"
+        )
+
+
 @dataclass(frozen=True)
 class ParamsIn:
-    """The parameters' key, attribute or index in a train state; None if they are the state."""
+    """The parameters' key, attribute or index in a train state; None if they are the state.
+
+    A train state is taken apart as JAX does it, so that it may be of any registered type.
+    """
 
     where: str | int | None
 
@@ -69,29 +109,45 @@ class ParamsIn:
         """
         if self.where is None:
             return state
+        parts, _, index = self._parts(state)
+        return parts[index]
+
+    def put(self, state: Any, params: Any) -> Any:
+        """Return a state with other parameters."""
+        if self.where is None:
+            return params
+        parts, structure, index = self._parts(state)
+        return structure.unflatten([*parts[:index], params, *parts[index + 1 :]])
+
+    def _parts(self, state: Any) -> tuple[list[Any], Any, int]:
+        """Return a state's own parts, what puts them together, and which has the parameters."""
+        flat, structure = jax.tree_util.tree_flatten_with_path(
+            state, is_leaf=lambda part: part is not state
+        )
+        names = [_name(path) for path, _ in flat]
+        parts = [part for _, part in flat]
+        if self.where in names:
+            return parts, structure, names.index(self.where)
+        # A type that was registered without keys names no parts: a copy with marks for parts says
+        # which of them an attribute is; and so do negative numbers, and those of a NamedTuple.
+        marks = [object() for _ in parts]
         try:
-            if isinstance(self.where, str) and not isinstance(state, Mapping):
-                return getattr(state, self.where)
-            return state[self.where]
-        except (KeyError, IndexError, AttributeError, TypeError):
+            marked: Any = structure.unflatten(marks)
+            is_key = isinstance(self.where, int) or isinstance(state, Mapping)
+            found = marked[self.where] if is_key else getattr(marked, str(self.where))
+            return parts, structure, marks.index(found)
+        except (KeyError, IndexError, AttributeError, TypeError, ValueError):
             raise ValueError(
                 f"no parameters at {self.where!r} in a train state of type "
                 f"{type(state).__name__}: give params=, the key, attribute or number under which "
                 "it has them, or None where the state is the parameters"
             ) from None
 
-    def put(self, state: Any, params: Any) -> Any:
-        """Return a state with other parameters."""
-        if self.where is None:
-            return params
-        if isinstance(state, Mapping):
-            return type(state)({**state, self.where: params})  # type: ignore[call-arg]
-        if isinstance(self.where, int):
-            parts = [*state[: self.where], params, *state[self.where + 1 :]]
-            return type(state)(*parts) if hasattr(state, "_fields") else type(state)(parts)
-        if hasattr(state, "_replace"):
-            return state._replace(**{self.where: params})
-        return dataclasses.replace(state, **{self.where: params})
+
+def _name(path: Sequence[Any]) -> Any:
+    """Return the key, attribute or number in a path of one entry; None for what has no parts."""
+    names = ("key", "idx", "name")
+    return next((getattr(e, n) for e in path for n in names if hasattr(e, n)), None)
 
 
 def fragments_of(params: Any, count: int) -> tuple[Callable[[Any], Any], ...]:

@@ -14,30 +14,35 @@ import jax
 import numpy as np
 
 from jaxoverlap.passes.analysis.jaxprs import equations
+from jaxoverlap.train.arguments import check_like
 from jaxoverlap.train.compression.sync import Sync
 from jaxoverlap.train.local_updates.outer import Outer
 
 
-def check_step(step: Callable[[Any, Any], Any], worker: Any, batches: Any, axis: str) -> None:
+def check_step(
+    step: Callable[[Any, Any], Any], worker: Any, batches: Any, axis: str, workers: int
+) -> None:
     """Trace one worker's step, and raise for what cannot be mapped.
 
     Args:
         step: train_step(state, batch) -> (state, metrics).
         worker: the states of all workers, arrays or shapes [workers, ...].
-        batches: arrays or shapes [steps, global batch, ...].
+        batches: arrays or shapes [steps, global batch, ...], or [steps].
         axis: the workers' mesh axis.
+        workers: its size.
 
     Raises:
         ValueError: for a collective, a constraint, a sharding or a shard_map over the workers'
             axis, for a shard_map that leaves it automatic, and for results that are no
             (state, metrics) or no state like the one given.
     """
-    workers = jax.tree.leaves(worker)[0].shape[0]
 
     def one(leaf: Any) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype)
 
     def of_batch(leaf: Any) -> jax.ShapeDtypeStruct:
+        if len(leaf.shape) == 1:
+            return jax.ShapeDtypeStruct((), leaf.dtype)
         _, rows, *rest = leaf.shape
         return jax.ShapeDtypeStruct((rows // workers, *rest), leaf.dtype)
 
@@ -80,12 +85,12 @@ def check_batches(batches: Any, every: int, workers: int, axis: str) -> None:
     """Raise a ValueError unless batches have a round's shape and the workers divide the batch."""
     for leaf in jax.tree.leaves(batches):
         shape = np.shape(leaf)
-        if len(shape) < 2 or shape[0] != every:
+        if not shape or shape[0] != every:
             raise ValueError(
-                f"batches of shape {shape}: expected [every, global batch, ...] with "
-                f"every={every}; stack the batches of a round's steps"
+                f"batches of shape {shape}: expected [every, global batch, ...], or [every] of "
+                f"what is one number a step, with every={every}; stack those of a round's steps"
             )
-        if shape[1] % workers:
+        if len(shape) > 1 and shape[1] % workers:
             raise ValueError(
                 f"batches of shape {shape}: a global batch of {shape[1]} is not a multiple of "
                 f"the {workers} workers along {axis!r}; change either"
@@ -97,11 +102,8 @@ def _check_result(result: Any, state: Any) -> None:
         raise ValueError(
             f"the train step returned a {type(result).__name__}: expected (state, metrics)"
         )
-    found, wanted = jax.tree.structure(result[0]), jax.tree.structure(state)
-    if found != wanted:
-        raise ValueError(
-            f"the train step returned a state of {found}: expected one like it was given, {wanted}"
-        )
+    if jax.tree.structure(result[0]) != jax.tree.structure(state):
+        check_like(result[0], state, "the state that the train step returned", "it was given")
     for (path, old), new in zip(
         jax.tree.leaves_with_path(state), jax.tree.leaves(result[0]), strict=True
     ):

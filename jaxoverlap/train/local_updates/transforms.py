@@ -9,6 +9,8 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from jaxoverlap.train.dtypes import at_least_float32
+
 # (norm of the last outer update, norm of the outer gradient) -> what the gradient is divided by.
 Penalty = Callable[[jax.Array, jax.Array], jax.Array]
 _TINY = 1e-12
@@ -91,8 +93,9 @@ def ratio(moved: jax.Array, gradient: jax.Array) -> jax.Array:
 
 
 def norm(tree: Any) -> jax.Array:
-    """Return the norm of all elements of a tree, in float32 whatever they are."""
-    return optax.tree.norm(jax.tree.map(lambda x: x.astype(jnp.float32), tree))
+    """Return the norm of all elements of a tree, float32 []; sums are in float32 at least."""
+    wide = jax.tree.map(lambda x: x.astype(at_least_float32(x.dtype)), tree)
+    return jnp.asarray(optax.tree.norm(wide), jnp.float32)
 
 
 def per_inner_rate(rate: float | optax.Schedule) -> optax.GradientTransformation:

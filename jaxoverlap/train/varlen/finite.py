@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxoverlap.train.finite import all_fine, kept_if, still_fine
+from jaxoverlap.train.finite import all_fine, kept_if, stays_fine
 
 _PARTS = "loss", "gradients", "optimizer's update"
 
@@ -42,7 +42,7 @@ def kept_if_finite(
         The values; and what `StepReports` reads, int32 [4]: the step's number, and 1 for each of
         its loss, gradients and update that is finite.
     """
-    fine = jnp.stack([all_fine(loss), all_fine(gradients), still_fine(before, after)])
+    fine = jnp.stack([all_fine(loss), all_fine(gradients), stays_fine(before, after)])
     report = jnp.concatenate([jnp.reshape(step, 1).astype(jnp.int32), fine.astype(jnp.int32)])
     return kept_if(fine.all(), after, before), report
 

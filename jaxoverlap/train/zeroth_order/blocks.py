@@ -9,6 +9,8 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from jaxoverlap.train.dtypes import at_least_float32
+
 
 class Weighted(NamedTuple):
     """A loss of examples with different weights: sum / weight, each summed over the batch.
@@ -27,17 +29,32 @@ class Weighted(NamedTuple):
 
 
 def mean_over(loss: Any, total: Callable[[jax.Array], jax.Array], mean: Callable[..., Any]) -> Any:
-    """Return the loss over all shards, float32.
+    """Return the loss over all shards, float32; float64 where it is that.
 
     Args:
         loss: of the shards, as arrays or `Weighted`.
         total: adds up over the shards.
         mean: averages over them.
+
+    Raises:
+        ValueError: if the loss is of other than real floats.
     """
-    loss = jax.tree.map(lambda part: jnp.asarray(part, jnp.float32), loss)
+    value = jnp.asarray(loss.sum if isinstance(loss, Weighted) else loss)
+    if not jnp.issubdtype(value.dtype, jnp.floating):
+        raise ValueError(
+            f"the loss is of {value.dtype}: expected real floats, as the step takes the difference "
+            "of two losses that are nearly equal; return one of float32"
+        )
+    loss = jax.tree.map(as_wide, loss)
     if isinstance(loss, Weighted):
         return total(loss.sum) / total(loss.weight)
     return mean(loss)
+
+
+def as_wide(value: Any) -> jax.Array:
+    """Return a value as float32, or in its own dtype if that is wider."""
+    value = jnp.asarray(value)
+    return value.astype(at_least_float32(value.dtype))
 
 
 @dataclass(frozen=True)

@@ -14,12 +14,17 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from jaxoverlap.train import arguments
+from jaxoverlap.train.dtypes import at_least_float32
+
 IMPLEMENTATION = "threefry2x32"  # its bits do not depend on how an array is sharded
 
 
 def in_12_bits(x: jax.Array) -> jax.Array:
-    """Round to 12 significant bits, in float32."""
-    return jax.lax.reduce_precision(x.astype(jnp.float32), exponent_bits=8, mantissa_bits=11)
+    """Round to 12 significant bits, in float32; in float64 what is float64."""
+    wide = x.astype(at_least_float32(x.dtype))
+    exponent_bits = jnp.finfo(wide.dtype).nexp
+    return jax.lax.reduce_precision(wide, exponent_bits=exponent_bits, mantissa_bits=11)
 
 
 class Draw(NamedTuple):
@@ -37,8 +42,12 @@ class Draw(NamedTuple):
 
 
 def new_key(seed: int) -> jax.Array:
-    """Return the key of a run."""
-    return jax.random.key(seed, impl=IMPLEMENTATION)
+    """Return the key of a run.
+
+    Raises:
+        ValueError: if the seed is no whole number of 32 bits.
+    """
+    return jax.random.key(arguments.seed("seed", seed), impl=IMPLEMENTATION)
 
 
 def numbers(params: Any) -> Any:
@@ -60,7 +69,11 @@ def direction(
         shape: the parameter's; without its first dim where `row` is given.
         row: draws this row alone.
     """
-    return _by_rows(lambda k, s: in_12_bits(jax.random.normal(k, s)), draw, number, shape, row)
+
+    def one(key: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+        return in_12_bits(jax.random.normal(key, shape, jnp.float32))
+
+    return _by_rows(one, draw, number, shape, row)
 
 
 def chances(

@@ -13,6 +13,7 @@ import numpy as np
 import optax
 
 from jaxoverlap.train.arguments import function, number, rate, whole
+from jaxoverlap.train.dtypes import at_least_float32
 from jaxoverlap.train.zeroth_order.directions import (
     Draw,
     chances,
@@ -101,18 +102,20 @@ class Mezo:
 
         def one(leaf: Any, number: int) -> Any:
             along = direction(draw, number, leaf.shape, row)
-            moved = leaf.astype(jnp.float32) + (sign * in_12_bits(jnp.float32(self.eps))) * along
+            by = sign * in_12_bits(jnp.float32(self.eps))
+            moved = leaf.astype(at_least_float32(leaf.dtype)) + by * along
             return moved.astype(leaf.dtype)
 
         return jax.tree.map(one, params, numbers(params) if number is None else number)
 
     def projected(self, losses: jax.Array) -> jax.Array:
-        """Return (L+ - L-) / 2 eps: the gradient along each direction.
+        """Return (L+ - L-) / 2 eps: the gradient along each direction, float32 [directions].
 
         Args:
-            losses: float32 [directions, 2], those at +eps first.
+            losses: float32 or float64 [directions, 2], those at +eps first.
         """
-        return (losses[:, 0] - losses[:, 1]) / (2 * in_12_bits(jnp.float32(self.eps)))
+        scalars = (losses[:, 0] - losses[:, 1]) / (2 * in_12_bits(jnp.float32(self.eps)))
+        return scalars.astype(jnp.float32)
 
     def update(self, scalars: jax.Array, state: MezoState, params: Any) -> tuple[Any, MezoState]:
         """Return the updates to add to parameters, and the next state, as optax does.
@@ -148,7 +151,7 @@ class Mezo:
         named = numbers(params) if number is None else number
 
         def one(leaf: jax.Array, update: jax.Array, number: int) -> jax.Array:
-            moved = leaf.astype(jnp.float32) + update
+            moved = leaf.astype(at_least_float32(leaf.dtype)) + update
             if self.rounding == "nearest" or leaf.dtype.itemsize != 2:
                 return moved.astype(leaf.dtype)
             draw = Draw(key, pending.step, self.directions)  # after those of the directions

@@ -89,7 +89,7 @@ class BatchLayout:
         """Call a function for each shard of the batch; values and results are [shards, ...]."""
         if self.data is None:
             return jax.tree.map(lambda x: x[None], do(*jax.tree.map(lambda x: x[0], values)))
-        return jax.vmap(do, spmd_axis_name=self.data)(*values)
+        return jax.vmap(do, spmd_axis_name=self.data, axis_size=self.shards)(*values)
 
     def check(self, batch: Any) -> None:
         """Check that the shards divide a batch evenly.
@@ -98,14 +98,14 @@ class BatchLayout:
             ValueError: if they cannot share them evenly.
         """
         for leaf in jax.tree.leaves(batch) if self.data is not None else ():
-            if not leaf.ndim or leaf.shape[0] % self.shards:
+            if leaf.ndim and leaf.shape[0] % self.shards:
                 raise ValueError(
                     f"a batch of shape {leaf.shape}: its first dim is not a multiple of the "
                     f"{self.shards} devices along {self.data!r}, which share it evenly"
                 )
 
     def split(self, batch: Any) -> Any:
-        """Reshape a batch [n, ...] into [shards, n / shards, ...].
+        """Reshape a batch [n, ...] into [shards, n / shards, ...]; of a scalar each has all.
 
         Raises:
             ValueError: as `check`.
@@ -115,6 +115,8 @@ class BatchLayout:
         def one(leaf: Any) -> Any:
             if self.data is None:
                 return leaf[None]
+            if not leaf.ndim:
+                return self.pinned(jnp.broadcast_to(leaf, self.shards), self.data)
             cut = leaf.reshape(self.shards, leaf.shape[0] // self.shards, *leaf.shape[1:])
             return self.pinned(cut, self.data)
 

@@ -23,7 +23,7 @@ import msgspec
 import numpy as np
 
 from jaxoverlap.train.zeroth_order.estimator import Mezo, Pending
-from jaxoverlap.train.zeroth_order.state import ZOState, new_state, nothing
+from jaxoverlap.train.zeroth_order.state import ZOState, as_arrays, new_state, nothing
 
 _FORMAT = "jaxoverlap zeroth-order log 2"
 _BEGINS = b'{"format":"jaxoverlap zeroth-order log '
@@ -90,6 +90,7 @@ def header_of(
         run: what else the scalars depend on and a resumed run has to have again: its data, batch
             size, frozen parameters (`digest`). Values are stored as text.
     """
+    params = as_arrays(params)
     decayed = [
         transform.decays(jax.tree_util.keystr(p), x) for p, x in jax.tree.leaves_with_path(params)
     ]
@@ -224,7 +225,7 @@ def replay(records: np.ndarray, transform: Mezo, params: Any, *, seed: int) -> Z
             f"records of shape {records.shape}: expected [steps, {1 + transform.directions}], a "
             f"rate and {transform.directions} projected gradients a step; give the run's estimator"
         )
-    params = jax.tree.map(jnp.asarray, params)
+    params = jax.tree.map(jnp.asarray, as_arrays(params))
     at = jax.tree.map(lambda leaf: leaf.sharding, params)
     state = new_state(params, transform, seed)
 

@@ -9,7 +9,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxoverlap.train.zeroth_order.blocks import Weighted, mean_over
+from jaxoverlap.train.zeroth_order.blocks import Weighted, as_wide, mean_over
 from jaxoverlap.train.zeroth_order.directions import Draw
 from jaxoverlap.train.zeroth_order.estimator import Mezo
 from jaxoverlap.train.zeroth_order.layout import BatchLayout
@@ -54,7 +54,7 @@ class Resident:
                     return checked_loss(found, self.has_aux)
 
                 of, aux = self.layout.each_shard(loss, shards)
-                aux = jax.tree.map(lambda x: jnp.asarray(x, jnp.float32).mean(0), aux)
+                aux = jax.tree.map(lambda x: as_wide(x).mean(0), aux)
                 return mean_over(of, jnp.sum, jnp.mean), aux
 
             return self.layout.pinned(self.layout.each_sign(one))

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from jaxoverlap.train.dtypes import is_narrow
 from jaxoverlap.train.zeroth_order.directions import new_key
 from jaxoverlap.train.zeroth_order.estimator import Mezo, Pending
 
@@ -25,6 +26,29 @@ class ZOState(NamedTuple):
     key: jax.Array
     step: jax.Array
     pending: Pending
+
+
+def as_arrays(params: Any) -> Any:
+    """Return parameters with Python's numbers as arrays of JAX's dtype for them."""
+    return jax.tree.map(
+        lambda x: x if hasattr(x, "dtype") else jnp.asarray(x, jnp.result_type(x)), params
+    )
+
+
+def check_trained(name: str, leaf: Any) -> None:
+    """Raise a ValueError for a parameter of other than floats of 16 bits or more."""
+    dtype = jnp.result_type(leaf)
+    if not jnp.issubdtype(dtype, jnp.floating):
+        raise ValueError(
+            f"parameter {name} is of {dtype}: expected floats; give others to the loss function as "
+            "an argument of its own"
+        )
+    if is_narrow(dtype):
+        raise ValueError(
+            f"parameter {name} is of {dtype}: expected floats of 16 bits or more, as fewer lose "
+            "nearly every perturbation; keep it in bfloat16 or float32, and cast it in the loss "
+            "function"
+        )
 
 
 def nothing(transform: Mezo) -> Pending:
@@ -52,7 +76,7 @@ def outcome(transform: Mezo, state: ZOState, losses: jax.Array) -> tuple[Pending
     Args:
         transform: the estimator.
         state: before the step.
-        losses: float32 [directions, 2].
+        losses: float32 or float64 [directions, 2].
     """
     scalars, rate = transform.projected(losses), transform.rate(state.step)
     finite = jnp.isfinite(losses).all() & jnp.isfinite(rate * scalars).all() & (rate >= 0)

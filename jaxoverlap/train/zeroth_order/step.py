@@ -17,14 +17,13 @@ from jaxoverlap.train.arguments import (
     flag,
     function,
     overlap_options,
-    whole,
 )
 from jaxoverlap.train.programs import Programs, key_of, like_at
 from jaxoverlap.train.zeroth_order.blocks import Blocks, depth
 from jaxoverlap.train.zeroth_order.estimator import Mezo
 from jaxoverlap.train.zeroth_order.layout import BatchLayout
 from jaxoverlap.train.zeroth_order.resident import Resident
-from jaxoverlap.train.zeroth_order.state import ZOState, new_state
+from jaxoverlap.train.zeroth_order.state import ZOState, as_arrays, check_trained, new_state
 from jaxoverlap.train.zeroth_order.streamed import Streamed
 
 
@@ -46,8 +45,8 @@ class ZOStep:
 
     Calling it takes a step: (state, batch, *rest) -> (state, metrics), the state donated unless its
     blocks are in host memory. Metrics are "losses" [directions, 2], their mean "loss", the
-    projected gradients "scalars" [directions] and the learning "rate", float32 each, and whether
-    an update was "made".
+    projected gradients "scalars" [directions] and the learning "rate", float32 each (losses in
+    float64 stay so), and whether an update was "made".
 
     On a mesh of ("pair", "data", "model"), perturb="pair" and data="data" are DistZO2's 2D
     parallelism; either alone is its PertP or DDP. Other axes are the loss function's own.
@@ -131,13 +130,14 @@ class ZOStep:
         every device, and blocks that are streamed into host memory, in slices.
 
         Raises:
-            ValueError: if one array is twice in the tree, or no parameter is floating.
+            ValueError: if one array is twice in the tree, a parameter is of other than floats of 16
+                bits or more, or the seed of more than 32 bits.
         """
         _check_params(params)
-        seed = whole("seed", seed, 0)
+        params = as_arrays(params)
         placed = jax.tree.map(jax.device_put, params, self.shardings(params))
         if isinstance(self._made, Resident):  # steps donate what they are given
-            placed = jax.tree.map(jnp.copy, placed)
+            placed = jax.tree.map(lambda x: jnp.array(x, x.dtype), placed)
         return new_state(placed, self.transform, seed)
 
     def shardings(self, params: Any) -> Any:
@@ -158,7 +158,9 @@ class ZOStep:
         """Return what `init` would, as shapes with shardings; to lower for a pod, say."""
         state = jax.eval_shape(lambda: new_state(None, self.transform, seed))
         rest = jax.tree.map(lambda leaf: like_at(leaf, self._layout.at()), state)
-        return rest._replace(params=jax.tree.map(like_at, params, self.shardings(params)))
+        params = as_arrays(params)
+        shapes = jax.eval_shape(lambda given: given, params)
+        return rest._replace(params=jax.tree.map(like_at, shapes, self.shardings(params)))
 
     def __call__(self, state: ZOState, batch: Any, *rest: Any) -> tuple[ZOState, dict[str, Any]]:
         """Take a step.
@@ -260,12 +262,8 @@ def _check_params(params: Any) -> None:
         raise ValueError("no parameters: expected a tree with at least one array")
     for path, leaf in leaves:
         name = jax.tree_util.keystr(path)
-        if not np.issubdtype(leaf.dtype, np.floating) and leaf.dtype.name != "bfloat16":
-            raise ValueError(
-                f"parameter {name} is of {leaf.dtype}: expected floating ones; give others to the "
-                "loss function as an argument of its own"
-            )
-        if id(leaf) in seen:
+        check_trained(name, leaf)
+        if not np.isscalar(leaf) and id(leaf) in seen:
             raise ValueError(
                 f"one array is parameter {seen[id(leaf)]} and {name}: tied parameters are one "
                 "leaf, which the loss function reads twice; otherwise each would move on its own"

@@ -69,7 +69,8 @@ class Streamed:
         """
         self.layout.check(batch)
         specs, do = self._specs(state), functools.partial(self._step, self._is_sliced(state))
-        return self._mapped(do, (specs, P(self.layout.data)), (specs, P()))(state, batch)
+        rows = jax.tree.map(lambda leaf: P(self.layout.data) if leaf.ndim else P(), batch)
+        return self._mapped(do, (specs, rows), (specs, P()))(state, batch)
 
     def flush(self, state: ZOState) -> ZOState:
         """Make the pending update: each block goes to the device and back."""

@@ -8,7 +8,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from jaxoverlap.train import arguments
 from jaxoverlap.train.arguments import whole
+from jaxoverlap.train.zeroth_order.state import check_trained
 
 Where = Callable[[str], bool]  # of a parameter's path, as "['layers']['q']['weight']"
 
@@ -63,9 +65,11 @@ def lora(
             are stacked.
 
     Raises:
-        ValueError: if no parameter is taken, one has too few dims, or the rank is below 1.
+        ValueError: if no parameter is taken, one has too few dims or is of no floats of 16 bits or
+            more, or the rank is below 1.
     """
-    rank, inputs, seed = whole("rank", rank, 1), whole("inputs", inputs, 1), whole("seed", seed, 0)
+    rank, inputs = whole("rank", rank, 1), whole("inputs", inputs, 1)
+    seed = arguments.seed("seed", seed)
     taken = {
         jax.tree_util.keystr(path): leaf
         for path, leaf in jax.tree.leaves_with_path(params)
@@ -75,10 +79,11 @@ def lora(
         raise ValueError(f"where= takes none of the parameters: {_paths(params)}")
     adapters = {}
     for number, (path, leaf) in enumerate(taken.items()):
-        if leaf.ndim < inputs + 1:
+        check_trained(path, leaf)  # adapters have its dtype
+        if jnp.ndim(leaf) < inputs + 1:
             raise ValueError(
-                f"{path} has the shape {leaf.shape}: an adapter needs an input dim and {inputs} "
-                "behind it; leave it out in where="
+                f"{path} has the shape {jnp.shape(leaf)}: an adapter needs an input dim and "
+                f"{inputs} behind it; leave it out in where="
             )
         key = jax.random.fold_in(jax.random.key(seed), number)
         cut = leaf.ndim - inputs

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from collections import OrderedDict
 
 import jax
 import jax.numpy as jnp
@@ -85,7 +86,11 @@ def test_shard_maps_over_all_axes_and_constraints_on_others_work(make):
     ("step", "says"),
     (
         (lambda s, b: s, r"returned a dict: expected \(state, metrics\)"),
-        (lambda s, b: (s["params"], b), "a state of"),
+        (
+            lambda s, b: (s["params"], b),
+            r"the train step returned has nothing at \['params'\]: expected float32\[4\]",
+        ),
+        (lambda s, b: (OrderedDict(s), b), "in containers of other types"),
         (
             lambda s, b: (dict(params=s["params"].astype(jnp.bfloat16)), b),
             r"changed the state's \['params'\] from float32\[4\] to bfloat16\[4\]",
