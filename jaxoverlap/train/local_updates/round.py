@@ -123,7 +123,8 @@ class Rounds:
         # the workers came, an average's operand) with this, which would start averages after them.
         before, after = lax.optimization_barrier((before, after))
         fine = each_worker(before, after, mirrors(before, self.params_in.get(before)))
-        return kept_if(fine, after, before), fine
+        # Of a state without leaves there is one answer for all workers.
+        return kept_if(fine, after, before), jnp.broadcast_to(fine, self.placement.workers)
 
     def steps(self, worker: Any, batches: Any, count: int) -> tuple[Any, Any]:
         """Take `count` steps, every worker its own; metrics are [steps, workers, ...].

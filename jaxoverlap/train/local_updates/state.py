@@ -158,14 +158,14 @@ def fragments_of(params: Any, count: int) -> tuple[Callable[[Any], Any], ...]:
     Raises:
         ValueError: if there are fewer leaves than fragments.
     """
+    if count == 1:
+        return (lambda tree: tree,)
     leaves, structure = jax.tree.flatten(params)
     if len(leaves) < count:
         raise ValueError(
             f"fragments={count} of parameters with {len(leaves)} leaves: expected at most as many "
             "fragments as leaves"
         )
-    if count == 1:
-        return (lambda tree: tree,)
     number = _parts([leaf.size * leaf.dtype.itemsize for leaf in leaves], count)
 
     def taker(fragment: int) -> Callable[[Any], Any]:

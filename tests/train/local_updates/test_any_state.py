@@ -113,3 +113,15 @@ def test_the_split_of_an_nnx_model_and_its_optimizer_trains_as_nnx_does():
     found = jax.tree.leaves(updates.params(state))
     for leaf, wanted in zip(found, jax.tree.leaves(nnx.state(model)), strict=True):
         np.testing.assert_allclose(leaf, wanted, rtol=1e-5)
+
+
+def test_parameters_without_a_leaf_and_a_state_without_any_take_rounds():
+    """All that is to be trained may be left out, as `bias=None`."""
+
+    def step(state, batch):
+        return state, batch.mean()
+
+    for state in (dict(params=None, count=jnp.int32(7)), dict(params={}, count=None)):
+        updates = LocalUpdates(step, mesh_of(2), outer=co2(every=2), overlap=False)
+        after, metrics = updates.round(updates.init(state), BATCHES[0])
+        assert metrics.shape == (2, 2) and updates.params(after) == state["params"]
