@@ -93,6 +93,9 @@ class DocumentsTrainer(Trainer):
         state, metrics = self.step(state, plan, tokens_of(batch))
         return state, metrics | dict(balance=plan.balance, programs=len(self.step.compiled))
 
+    def check(self, state: Any) -> None:
+        self.step.check()
+
     def finished(self, state: Any) -> Any:
         if self._plan is not None:
             console.print(str(self._plan))
