@@ -11,9 +11,6 @@ GAIN = 0.01
 LAYOUT_STEP = 0.002
 # Rings seldom make up for a layout that takes more than this many times the best one's seconds.
 RIVAL_LAYOUT = 1.15
-# If the split step is faster by this share, the other ring candidates are not estimated: they
-# seldom gain more on the first ones.
-SKIP_RINGS_GAIN = 0.05
 # Unrolling scans has to gain this, as it needs more memory. By simulation a MaxText step with an
 # estimated gain of 0.78% took 1.6% longer, and a 7B step with 0.91% was faster.
 UNROLL_GAIN = 0.008
@@ -67,9 +64,10 @@ WORTH_MOVING = 0.002
 
 # -- how many candidates ---------------------------------------------------------------------------
 
-# Ring candidates that are estimated to compare two layouts, or a batch split with none.
-FEW_CANDIDATES = 5
-# Chunks of an exchange that are tried, one after the other: each gains on the one before, or stays.
+# Ring candidates that are estimated for a step that is behind another by more than
+# CLOSE_ESTIMATES: they seldom make up for that.
+FEW_CANDIDATES = 3
+# Chunks of an exchange that are tried: of about equal ones the fewest are taken.
 EXCHANGE_CHUNKS = (2, 4)
 # Iterations of a split scan per loop body: that hides what is exposed at the ends of an iteration.
 UNROLL = 2

@@ -14,8 +14,8 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from jaxoverlap.passes.evaluated import Evaluated, Proposal
-from jaxoverlap.plan.edits import MakeRing, ReadGathered, SplitBatch
-from jaxoverlap.plan.limits import CLOSE_ESTIMATES, GAIN, RIVAL_LAYOUT
+from jaxoverlap.plan.edits import Edit, MakeRing, ReadGathered, SplitBatch
+from jaxoverlap.plan.limits import CLOSE_ESTIMATES, GAIN, RIVAL_LAYOUT, UNROLL_GAIN
 from jaxoverlap.search.candidate import Candidate
 
 Propose = Callable[[Evaluated], Iterable[Proposal]]
@@ -84,6 +84,8 @@ class Trail:
         for other in others:
             # Estimates of steps with rings are a hundredth too short on the suite's 7B steps.
             least = 0 if best.has(MakeRing, ReadGathered) else GAIN
+            if best.has(SplitBatch) and other.has(SplitBatch):
+                least = UNROLL_GAIN
             if gains(other.seconds, best.seconds, least):
                 best = other
         return best
@@ -134,31 +136,39 @@ def _after(
     stage: Stage, candidate: Candidate, trail: Trail, evaluate: Evaluate, best_s: float
 ) -> list[Candidate]:
     """Return what stays of a candidate and of what a stage proposes for it."""
-    made: list[Candidate] = []
+    made: dict[tuple[Edit, ...], Candidate] = {}
     now = candidate
     proposals = iter(stage.propose(candidate.known))
     while (proposal := next(proposals, None)) is not None:
-        if _is_enough(stage, [candidate, *made], len(made), best_s):
+        if _is_enough(stage, [candidate, *made.values()], best_s):
             break
         one = evaluate(stage, now, proposal)
+        if one.edits in made:
+            continue
+        made[one.edits] = one
         trail.rows.append(one)
-        made.append(one)
+        if stage.budget is not None:
+            stage.budget.left -= 1
         if stage.takes != "best" and gains(one.seconds, now.seconds, stage.gain):
             now = one
             if stage.takes == "first":
                 proposals = iter(stage.propose(now.known))
     if stage.takes != "best":
         return [now]
-    return _best(stage, candidate, made)
+    return _best(stage, candidate, list(made.values()))
 
 
-def _is_enough(stage: Stage, known: Sequence[Candidate], made: int, best_s: float) -> bool:
-    """Return whether no other proposal for a candidate is evaluated."""
-    if stage.budget is not None:
-        stage.budget.left -= 1
-        if stage.budget.left < 0:
-            return True
-    if stage.first is None or made < stage.first:
+def _is_enough(stage: Stage, known: Sequence[Candidate], best_s: float) -> bool:
+    """Return whether no other proposal for a candidate is evaluated.
+
+    Args:
+        stage: the stage.
+        known: the candidate, and what was proposed for it.
+        best_s: the seconds of the best candidate.
+    """
+    if stage.budget is not None and stage.budget.left <= 0:
+        return True
+    if stage.first is None or len(known) <= stage.first:
         return False
     return gains(best_s, min(one.seconds for one in known), CLOSE_ESTIMATES)
 

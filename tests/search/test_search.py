@@ -171,6 +171,16 @@ def test_a_split_has_to_gain_and_with_rings_beside_it_less():
     assert trail.taken.edits == (HALVES,)
 
 
+@pytest.mark.parametrize(("saved", "is_taken"), [(0.07, False), (0.09, True)])
+def test_unrolled_scans_have_to_gain_for_the_memory_that_they_take(saved: float, is_taken: bool):
+    unrolled = SplitBatch(site=0, operand=0, dim=0, parts=2, unroll=2)
+    seconds = {(): 12.0, (HALVES,): 10.0, (unrolled,): 10.0 - saved}
+    machine = Machine(lambda edits: seconds[tuple(edits)])
+    left = [machine.candidate("stage", edits) for edits in seconds]
+    assert Trail(list(left), left).taken.has(SplitBatch)
+    assert (Trail(list(left), left).taken.edits == (unrolled,)) == is_taken
+
+
 def test_a_candidate_that_has_fallen_behind_gets_few_proposals():
     rings = proposing(RING, *map(pin, range(5)))
     whole = Stage("rings", lambda s: [] if HALVES in s.edits else rings(s), first=2)
