@@ -10,7 +10,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import pytest
 import typer
 
 import jaxoverlap
@@ -42,9 +41,9 @@ def prose(page: Path) -> str:
     return re.sub(r"\]\([^)]*\)", "]", text)
 
 
-@pytest.mark.parametrize("page", PAGES, ids=of)
-def test_pages_have_no_word_of_their_own(page: Path):
-    assert not retired(prose(page))
+def test_pages_have_no_word_of_their_own():
+    found = {of(page): retired(prose(page)) for page in PAGES}
+    assert not {page: words for page, words in found.items() if words}
 
 
 def helps(command: Any, name: str) -> Iterator[tuple[str, str]]:
@@ -74,25 +73,30 @@ def docstrings(tree: ast.Module) -> Iterator[tuple[str, str]]:
             yield f"line {getattr(node, 'lineno', 1)} {name}", ast.get_docstring(node) or ""
 
 
-@pytest.mark.parametrize("file", modules("jaxoverlap", "passes", "models"), ids=of)
-def test_first_lines_have_no_word_of_their_own(file: Path):
+def test_first_lines_have_no_word_of_their_own():
     """The first line of each docstring, of private functions and classes too."""
-    documented = docstrings(ast.parse(file.read_text()))
-    found = {name: retired(text.partition("\n")[0]) for name, text in documented}
+    found = {
+        f"{of(file)} {name}": retired(text.partition("\n")[0])
+        for file in modules("jaxoverlap", "passes", "models")
+        for name, text in docstrings(ast.parse(file.read_text()))
+    }
     assert not {name: words for name, words in found.items() if words}
 
 
-@pytest.mark.parametrize("file", modules(*PRINTING), ids=of)
-def test_printed_texts_have_no_word_of_their_own(file: Path):
-    """Every string of more than one word that is no docstring."""
-    tree, found = ast.parse(file.read_text()), {}
-    documented = [text for _, text in docstrings(tree)]
+def printed(file: Path) -> Iterator[tuple[str, str]]:
+    """Yield every string of more than one word that is no docstring, with its line."""
+    tree = ast.parse(file.read_text())
+    documented = {text for _, text in docstrings(tree)}
     for node in ast.walk(tree):
         if isinstance(node, ast.Constant) and isinstance(node.value, str):
             text = inspect.cleandoc(node.value)
             if " " in text and text not in documented:
-                found[f"line {node.lineno}"] = retired(text)
-    assert not {name: words for name, words in found.items() if words}
+                yield f"{of(file)}:{node.lineno}", text
+
+
+def test_printed_texts_have_no_word_of_their_own():
+    found = {at: retired(text) for file in modules(*PRINTING) for at, text in printed(file)}
+    assert not {at: words for at, words in found.items() if words}
 
 
 # -- code within sentences ------------------------------------------------------------------------
@@ -102,15 +106,14 @@ def spans(page: Path) -> list[str]:
     return re.findall(r"(?<!`)`([^`\n]+)`(?!`)", fenceless(page))
 
 
-@pytest.mark.parametrize("page", PAGES, ids=of)
-def test_commands_within_sentences_are_there(page: Path):
+def test_commands_within_sentences_are_there():
     wrong = {}
-    for span in spans(page):
+    for page, span in ((one, span) for one in PAGES for span in spans(one)):
         if span.startswith(("jaxoverlap ", "make ", "python -m ")):
             words = shlex.split(span)
             known = [word for word in words if not word.isupper()]  # COMMAND, FILE
-            wrong[span] = len(known) > 1 and unknown(known)
-    assert not {span: why for span, why in wrong.items() if why}
+            wrong[of(page), span] = len(known) > 1 and unknown(known)
+    assert not {at: why for at, why in wrong.items() if why}
 
 
 def calls(page: Path) -> Iterator[ast.Call]:
@@ -134,10 +137,9 @@ def named(path: str) -> Any:
     return value
 
 
-@pytest.mark.parametrize("page", PAGES, ids=of)
-def test_arguments_within_sentences_are_there(page: Path):
+def test_arguments_within_sentences_are_there():
     wrong = []
-    for call in calls(page):
+    for call in (call for page in PAGES for call in calls(page)):
         function = named(ast.unparse(call.func))
         if callable(function) and getattr(function, "__module__", "").startswith("jaxoverlap"):
             parameters = inspect.signature(function).parameters
