@@ -66,7 +66,7 @@ WORTH_MOVING = 0.002
 
 # Ring candidates that are estimated for a step that is behind another by more than
 # CLOSE_ESTIMATES: they seldom make up for that.
-FEW_CANDIDATES = 3
+FEW_CANDIDATES = 5
 # Chunks of an exchange that are tried: of about equal ones the fewest are taken.
 EXCHANGE_CHUNKS = (2, 4)
 # Iterations of a split scan per loop body: that hides what is exposed at the ends of an iteration.
