@@ -53,6 +53,10 @@ def found(step: StepContext, options: Options) -> PassResult:
     terms = _terms(step, options)
     evaluate = Evaluator(step, terms)
     trail = search(evaluate.start(), stages_of(step, options, terms), evaluate)
+    goes_on = {row for one in trail.left for row in one.line}
+    for row in trail.rows:  # answers stay in memory, for searches with other options
+        if row not in goes_on and row.evaluated is not None:
+            row.evaluated.program.forget()
     done = _result(step, options, trail, trail.taken)
     close = {name: _result(step, options, trail, one) for name, one in _close(trail).items()}
     return replace(done, close={name: (one.plan, one.edited) for name, one in close.items()})

@@ -83,6 +83,10 @@ class SpmdProgram:
         """The partitioned module, in the order of its text: it is not scheduled yet."""
         return hlo.parse_partitioned(self.text, self.num_devices)
 
+    def forget(self) -> None:
+        """Drop the parsed module, which takes many times the text's memory, until it is read."""
+        self.__dict__.pop("module", None)
+
 
 def partitioned(
     traced: jax.stages.Traced,
