@@ -17,10 +17,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
 from jaxoverlap.passes.edited import EditedStep, check_axes, misfit
-from jaxoverlap.passes.registry import PASSES
+from jaxoverlap.passes.registry import PASS_OF
 from jaxoverlap.plan.edits import ORDER, Edit
-
-_PASS_OF = {kind: one for one in PASSES for kind in one.edits}
 
 
 def apply(step: EditedStep, edits: Iterable[Edit]) -> EditedStep:
@@ -38,7 +36,7 @@ def apply(step: EditedStep, edits: Iterable[Edit]) -> EditedStep:
     edits = list(edits)
     _check_order([*step.edits, *edits])
     check_axes(step.mesh, edits)
-    for of_them, group in itertools.groupby(edits, key=lambda edit: _PASS_OF[type(edit)]):
+    for of_them, group in itertools.groupby(edits, key=lambda edit: PASS_OF[type(edit)]):
         some = tuple(group)
         step = replace(of_them.run(step, some), edits=(*step.edits, *some), before=step)
     return step

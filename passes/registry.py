@@ -74,3 +74,4 @@ PASSES = (
     ),
     RegisteredPass("views shared", (ShareViews,), one_view.run),
 )
+PASS_OF = {kind: one for one in PASSES for kind in one.edits}

@@ -333,6 +333,8 @@ ORDER: tuple[tuple[type[_Edit], ...], ...] = (
     (ShareViews,),
 )
 _AFTER_SPLIT = 4
+LAYOUTS = tuple(kind for kinds in ORDER[: _AFTER_SPLIT - 1] for kind in kinds)
+"""The kinds of edits that come before a batch split and before rings."""
 # Plans number matmuls as they are before these.
 AFTER_NUMBERING = tuple(kind for kinds in ORDER[_AFTER_SPLIT + 1 :] for kind in kinds)
 

@@ -16,8 +16,6 @@ RIVAL_LAYOUT = 1.15
 UNROLL_GAIN = 0.008
 # Sums that leave their scan have to gain this: they move as many bytes, and need no more memory.
 LATE_SUMS_GAIN = 0.002
-# Exchanges in chunks have to gain this, as chunks of weights are copied.
-SPLIT_EXCHANGE_GAIN = 0.01
 # A second communication stream has to gain this, as NCCL then has two orders.
 STREAM_GAIN = 0.01
 

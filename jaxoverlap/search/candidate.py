@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
-from typing import Literal
 
 from jaxoverlap.passes.evaluated import Evaluated, Proposal
-from jaxoverlap.plan.edits import Edit
+from jaxoverlap.plan.edits import LAYOUTS, Edit
 
 
 @dataclass(frozen=True)
@@ -18,13 +17,11 @@ class Evaluation:
         step_s: seconds of the step; None where the cluster has no prices.
         peak_bytes: bytes that a device needs at most.
         refusal: why it cannot be taken; empty if it can.
-        by: how it was found out.
     """
 
     step_s: float | None = None
     peak_bytes: int = 0
     refusal: str = ""
-    by: Literal["estimate", "compiled"] = "estimate"
 
     @property
     def seconds(self) -> float:
@@ -67,6 +64,11 @@ class Candidate:
     def line(self) -> list[Candidate]:
         """The candidates that it came from, the step as it is first, and itself."""
         return [*(self.parent.line if self.parent else ()), self]
+
+    @property
+    def only_lays_out(self) -> bool:
+        """Whether its batch is not split, and it has no rings or the like."""
+        return all(isinstance(edit, LAYOUTS) for edit in self.edits)
 
     def has(self, *kinds: type) -> bool:
         """Return whether some edits are of these kinds."""

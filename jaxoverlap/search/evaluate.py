@@ -19,26 +19,14 @@ from jaxoverlap.passes.halves.body import HostMemoryError
 from jaxoverlap.passes.halves.shardings import shardings_of_parts
 from jaxoverlap.passes.layouts.memory import estimated_peak_bytes
 from jaxoverlap.passes.planning.terms import Terms
-from jaxoverlap.passes.registry import PASSES
+from jaxoverlap.passes.registry import PASS_OF
 from jaxoverlap.passes.rewriting.pin_results import pinned_results
-from jaxoverlap.plan.edits import (
-    DropTypes,
-    Edit,
-    GatherTable,
-    MoveFirst,
-    Pin,
-    PinResults,
-    ShareViews,
-    SplitBatch,
-    in_order,
-)
+from jaxoverlap.plan.edits import LAYOUTS, Edit, ShareViews, SplitBatch, in_order
 from jaxoverlap.search.candidate import Candidate, Evaluation
 from jaxoverlap.search.search import Stage
 from jaxoverlap.step.context import StepContext
 
-_OF_LAYOUTS = (DropTypes, GatherTable, Pin, PinResults, MoveFirst)
 _WRONG_PERMUTE_AXES = 3  # XLA loses permutes on meshes of so many axes (docs/upstream.md)
-_PASS_OF = {kind: one for one in PASSES for kind in one.edits}
 
 
 @dataclass(frozen=True)
@@ -85,9 +73,9 @@ class Evaluator:
         answer = self._once(edits, lambda: self._found(parent.known.step, edits))
         if answer.program is None:
             return replace(made, evaluation=answer.evaluation)
-        lies = self._shardings(answer, parent)
+        shardings = self._shardings(answer, parent)
         notes = {**parent.known.notes, **proposal.notes}
-        evaluated = self._evaluated(answer, lies, notes)
+        evaluated = self._evaluated(answer, shardings, notes)
         made = replace(made, evaluation=answer.evaluation, evaluated=evaluated)
         if not made.evaluation.refusal and (why := stage.fits(made)):
             made = replace(made, evaluation=replace(made.evaluation, refusal=why))
@@ -103,7 +91,7 @@ class Evaluator:
         except (UserError, HostMemoryError) as error:
             return _Answer(before, evaluation=Evaluation(refusal=str(error)))
         try:
-            if not edited.has(*(kind for kind in _PASS_OF if kind not in _OF_LAYOUTS)):
+            if _only_layouts(edited):
                 return self._answered(edited, self._step.partitioned(edited.jaxpr))
             viewed = apply(edited, [ShareViews()])
             return self._answered(edited, self._step.partitioned_after(viewed))
@@ -132,14 +120,14 @@ class Evaluator:
         return shardings_of_parts(before.step.jaxpr, cut, before.shardings, split.parts)
 
     def _evaluated(
-        self, answer: _Answer, lies: Mapping[Any, Shardings], notes: Mapping[type, Any]
+        self, answer: _Answer, shardings: Mapping[Any, Shardings], notes: Mapping[type, Any]
     ) -> Evaluated:
         assert answer.program is not None
         step = self._step
         return Evaluated(
             step=answer.step,
             program=answer.program,
-            shardings=lies,
+            shardings=shardings,
             estimate=answer.estimate,
             terms=self._terms,
             plain=step.plain,
@@ -151,7 +139,7 @@ class Evaluator:
 
 
 def _only_layouts(edited: EditedStep) -> bool:
-    return all(isinstance(edit, _OF_LAYOUTS) for edit in edited.edits)
+    return all(isinstance(edit, LAYOUTS) for edit in edited.edits)
 
 
 def _applied(original: EditedStep, before: EditedStep, edits: Sequence[Edit]) -> EditedStep:
@@ -161,7 +149,7 @@ def _applied(original: EditedStep, before: EditedStep, edits: Sequence[Edit]) ->
         if done < len(original.edits) or stage.edits != tuple(edits[:done]):
             continue
         same_pass = 0 < done < len(edits) and (
-            _PASS_OF[type(edits[done])] is _PASS_OF[type(edits[done - 1])]
+            PASS_OF[type(edits[done])] is PASS_OF[type(edits[done - 1])]
         )
         if not same_pass:
             return apply(stage, edits[done:])

@@ -20,12 +20,10 @@ from jaxoverlap.passes.layouts.propose import aborting_convolutions, pins_of
 from jaxoverlap.passes.planning.entries import described, source_of
 from jaxoverlap.plan.decisions import Decision, Reason, ScatteredSum, Skip, without_rings
 from jaxoverlap.plan.edits import (
-    DropTypes,
     GatherTable,
     MakeRing,
     MoveFirst,
     Pin,
-    PinResults,
     SplitBatch,
 )
 from jaxoverlap.plan.halves import Halves
@@ -34,21 +32,15 @@ from jaxoverlap.plan.limits import GAIN
 from jaxoverlap.plan.speedup import milliseconds
 from jaxoverlap.plan.trail import Proposed
 from jaxoverlap.search.candidate import Candidate
-from jaxoverlap.search.search import Trail
+from jaxoverlap.search.search import Trail, split_of
 from jaxoverlap.search.stages import LAYOUT_STAGES, SPLIT
 from jaxoverlap.simulation import hlo
 from jaxoverlap.step.context import StepContext
 
-_OF_LAYOUTS = (DropTypes, Pin, PinResults, GatherTable, MoveFirst)
-
 
 def laid_out(taken: Candidate) -> Candidate:
     """Return a candidate without its batch split and rings."""
-    return next(
-        one
-        for one in reversed(taken.line)
-        if all(isinstance(edit, _OF_LAYOUTS) for edit in one.edits)
-    )
+    return next(one for one in reversed(taken.line) if one.only_lays_out)
 
 
 # -- layouts --------------------------------------------------------------------------------------
@@ -148,7 +140,8 @@ def halves_of(step: StepContext, trail: Trail, taken: Candidate, parts: int) -> 
     step_s = split.evaluation.step_s
     if whole_s is None or step_s is None:
         return record
-    others = [row for row in known if (unroll := _unroll(row)) and unroll != record.unroll]
+    split_rows = [row for row in known if row.has(SplitBatch)]
+    others = [row for row in split_rows if split_of(row)[1] != record.unroll]
     other = min(others, key=lambda row: row.seconds, default=None)
     why_not = ""
     if not taken.has(SplitBatch):
@@ -160,7 +153,7 @@ def halves_of(step: StepContext, trail: Trail, taken: Candidate, parts: int) -> 
         record,
         whole_s=whole_s,
         step_s=step_s,
-        other_unroll=other and _unroll(other),
+        other_unroll=other and split_of(other)[1],
         other_unroll_s=other and other.seconds,
         why_not=why_not,
     )
@@ -170,10 +163,6 @@ def _best_split(trail: Trail) -> Candidate | None:
     """Return the fastest candidate whose batch is split; None if there is none."""
     split = (row for row in trail.rows if row.has(SplitBatch) and not row.evaluation.refusal)
     return min(split, key=lambda row: row.seconds, default=None)
-
-
-def _unroll(row: Candidate) -> int | None:
-    return next((edit.unroll for edit in row.edits if isinstance(edit, SplitBatch)), None)
 
 
 def _split(step: StepContext, split: Candidate, parts: int) -> Halves:

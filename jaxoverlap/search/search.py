@@ -3,7 +3,7 @@
     for each stage:  for each candidate that is left:  propose, evaluate, keep what gains
 
 A beam search: as tinygrad's `beam_search`, with a list of actions for each stage in place of one.
-Seconds of two candidates are compared in this file and nowhere else.
+Whether an estimate is faster than another is said by `gains`.
 """
 
 from __future__ import annotations
@@ -43,8 +43,8 @@ class Stage:
             with it, as long as one does. "each": each that gains, one after the other.
         ties: whether estimates that differ by less than `GAIN` are equal, so that the first is
             taken.
-        beside: how many proposals are kept beside the candidate that they are for, which then stays
-            too; 0: the better of both stays.
+        rivals: how many proposals stay together with the candidate that they are for; 0: the better
+            of both stays.
         first: how many proposals are evaluated for a candidate that has fallen behind the best.
         expands: for how many candidates there are proposals, the fastest first.
         budget: the evaluations that it may make.
@@ -57,7 +57,7 @@ class Stage:
     fits: Callable[[Candidate], str] = lambda candidate: ""
     takes: Literal["best", "first", "each"] = "best"
     ties: bool = False
-    beside: int = 0
+    rivals: int = 0
     first: int | None = None
     expands: int | None = None
     budget: Budget | None = None
@@ -179,12 +179,12 @@ def _best(stage: Stage, candidate: Candidate, made: Sequence[Candidate]) -> list
     least_s = min((one.seconds for one in may), default=math.inf)
     if not may or not gains(least_s, candidate.seconds, stage.gain):
         return [candidate]
-    if not stage.beside:
+    if not stage.rivals:
         most_s = least_s * (1 + GAIN) if stage.ties else least_s
         return [next(one for one in may if one.seconds <= most_s)]
     close = [one for one in may if one.seconds <= least_s * RIVAL_LAYOUT]
     close.sort(key=lambda one: one.seconds)
-    return [candidate, *close[: stage.beside]]
+    return [candidate, *close[: stage.rivals]]
 
 
 def _best_of_each_kind(left: Sequence[Candidate]) -> Iterator[Candidate]:

@@ -18,7 +18,7 @@ from jaxoverlap.passes.layouts.propose import (
 from jaxoverlap.passes.planning.terms import Terms
 from jaxoverlap.passes.registry import PASSES, RegisteredPass
 from jaxoverlap.passes.rewriting.propose import propose_ahead, propose_by_bytes, propose_rings
-from jaxoverlap.plan.edits import ORDER, SplitBatch, SumLate
+from jaxoverlap.plan.edits import LAYOUTS, SplitBatch, SumLate
 from jaxoverlap.plan.limits import (
     FEW_CANDIDATES,
     GAIN,
@@ -73,7 +73,7 @@ def _of_layouts(step: StepContext, options: Options) -> Iterator[Stage]:
     budget = Budget(most)
     layout = functools.partial(Stage, fits=layout_fits, budget=budget)
     gain = _MAY_BE_SLOWER if thorough else GAIN
-    yield layout(STARTS, propose_starts, gain, beside=RIVAL_LAYOUTS[mode])
+    yield layout(STARTS, propose_starts, gain, rivals=RIVAL_LAYOUTS[mode])
     yield layout(NEIGHBOURS, propose_neighbours, LAYOUT_STEP, takes="first", expands=1)
     yield layout(MIXES, propose_mixes, LAYOUT_STEP, takes="each", expands=1)
     yield layout(OWN, propose_without_own, -LAYOUT_STEP)
@@ -101,8 +101,8 @@ def _of_parts(step: StepContext, options: Options, *, by_price: bool) -> Iterato
             functools.partial(propose_unrolled, UNROLL),
         )
         fits = functools.partial(unrolled_fits, step.cost)
-        yield Stage(SPLIT, two, _MAY_BE_SLOWER, split_fits, beside=1)
-        yield Stage(UNROLLED, unrolled, _MAY_BE_SLOWER, fits, beside=1)
+        yield Stage(SPLIT, two, _MAY_BE_SLOWER, split_fits, rivals=1)
+        yield Stage(UNROLLED, unrolled, _MAY_BE_SLOWER, fits, rivals=1)
         # Gathers ahead alone risk nothing.
         fits = functools.partial(ahead_fits, step.cost)
         yield Stage(AHEAD, _if(propose_ahead, split=True), 0, fits, ties=True)
@@ -137,8 +137,7 @@ def _stage(one: RegisteredPass) -> Stage:
 
 def _before_split(one: RegisteredPass) -> bool:
     """Return whether edits of a pass come before a batch split, and before rings."""
-    split = next(place for place, kinds in enumerate(ORDER) if SplitBatch in kinds)
-    return any(kind in kinds for kinds in ORDER[:split] for kind in one.edits)
+    return any(kind in LAYOUTS for kind in one.edits)
 
 
 def _if(propose: Propose, *, split: bool) -> Propose:

@@ -21,9 +21,9 @@ def untyped(step: StepContext) -> StepContext:
     """Return a step on an explicit mesh as one on an automatic one; any other as it is.
 
     The types that JAX inferred become constraints, or are left to XLA's partitioner if the step is
-    then faster by its estimate. A step that is called under a transformation
-    stays as it is: its derivatives have types too. So does one on a mesh of both kinds of axes if
-    its results would be sharded differently, or its estimate is worse.
+    then faster by its estimate. A step that is called under a transformation stays as it is: its
+    derivatives have types too. So does one on a mesh of both kinds of axes if its results would be
+    sharded differently, or its estimate is worse.
     """
     if not step.explicit or not step.outermost:
         return step

@@ -149,7 +149,7 @@ def test_a_rival_stays_beside_and_may_win_with_rings():
         return step_s - (2 if RING in edits and pin(1) in edits else 0)
 
     machine = Machine(seconds)
-    layouts = Stage("layouts", proposing(pin(0), pin(1), pin(2)), beside=2)
+    layouts = Stage("layouts", proposing(pin(0), pin(1), pin(2)), rivals=2)
     trail = machine.search(layouts, Stage("rings", proposing(RING)))
     assert trail.taken.edits == (pin(1), RING)
     alone = Stage("layouts", proposing(pin(0), pin(1), pin(2)))
@@ -158,12 +158,12 @@ def test_a_rival_stays_beside_and_may_win_with_rings():
 
 def test_a_layout_that_is_much_slower_is_no_rival():
     machine = Machine(saving(p0=4, p1=1))
-    trail = machine.search(Stage("layouts", proposing(pin(0), pin(1)), beside=2))
+    trail = machine.search(Stage("layouts", proposing(pin(0), pin(1)), rivals=2))
     assert [row.edits for row in trail.left] == [(), (pin(0),)]
 
 
 def test_a_split_has_to_gain_and_with_rings_beside_it_less():
-    stage = Stage("split", proposing(HALVES), -0.15, beside=1)
+    stage = Stage("split", proposing(HALVES), -0.15, rivals=1)
     assert Machine(saving(halves=0.05)).search(stage).taken.edits == ()
     assert Machine(saving(halves=0.2)).search(stage).taken.edits == (HALVES,)
     only_whole = Stage("rings", lambda step: [] if HALVES in step.edits else [Proposal((RING,))])
@@ -184,7 +184,7 @@ def test_unrolled_scans_have_to_gain_for_the_memory_that_they_take(saved: float,
 def test_a_candidate_that_has_fallen_behind_gets_few_proposals():
     rings = proposing(RING, *map(pin, range(5)))
     whole = Stage("rings", lambda s: [] if HALVES in s.edits else rings(s), first=2)
-    split = Stage("split", proposing(HALVES), -0.15, beside=1)
+    split = Stage("split", proposing(HALVES), -0.15, rivals=1)
     behind = Machine(saving(halves=4, ring=1)).search(split, whole)
     assert sum(1 for _ in behind.of("rings")) == 2
     close = Machine(saving(halves=1.2, ring=1)).search(split, whole)
@@ -192,8 +192,8 @@ def test_a_candidate_that_has_fallen_behind_gets_few_proposals():
 
 
 def test_the_best_of_each_kind_goes_on():
-    split = Stage("split", proposing(HALVES), -0.15, beside=1)
-    layouts = Stage("layouts", proposing(pin(0)), beside=1)
+    split = Stage("split", proposing(HALVES), -0.15, rivals=1)
+    layouts = Stage("layouts", proposing(pin(0)), rivals=1)
     narrow = Stage("rings", proposing(), narrows=True)
     trail = Machine(saving(p0=1, halves=0.3)).search(layouts, split, narrow)
     assert [set(row.edits) for row in trail.left] == [{pin(0)}, {pin(0), HALVES}]
