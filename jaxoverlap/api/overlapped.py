@@ -21,7 +21,7 @@ from jaxoverlap.passes.analysis.errors import own_faults
 from jaxoverlap.passes.analysis.partitioned import partitioned
 from jaxoverlap.passes.analysis.partitioner_collectives import partitioner_collectives
 from jaxoverlap.plan.plan import Plan
-from jaxoverlap.search.choice import comparison_of, decided, faster
+from jaxoverlap.search.choice import Choice, decided, faster
 from jaxoverlap.search.found import found
 from jaxoverlap.search.never_slower import predicted
 from jaxoverlap.step.context import mesh_of, prepare
@@ -40,7 +40,7 @@ from jaxoverlap.step.program import (
 )
 from jaxoverlap.step.programs import Program, programs_of
 from jaxoverlap.step.stages import Lowered
-from jaxoverlap.tuning.target import target_of
+from jaxoverlap.tuning.target import TuningTarget
 from jaxoverlap.tuning.tune import Tuning, tuned
 
 _CHECKIFY = (
@@ -218,7 +218,7 @@ class Overlapped:
         if self._options.falls_back and program.plan is not None:
             plain = functools.partial(lowered_plain, call)
         if program.undecided and not any(map(jits.is_tracer, call.flat)):
-            compare = functools.partial(faster, comparison_of(call, program, self._options))
+            compare = functools.partial(faster, Choice(call, program, self._options))
         return Lowered(
             lowered_as(call, program),
             program.plan,
@@ -291,14 +291,14 @@ class Overlapped:
         with self._lock:
             program = self._agreed(call)
             if program.undecided:
-                program = decided(call, program, self._options)
+                program = decided(Choice(call, program, self._options))
                 self._seen.put(_key(call), program, at_most=_MAX_SEEN)
             return program
 
     def _tuned(self, call: jits.Call, tuning: Tuning) -> Plan:
         """The plan under which the step is fastest: process 0's, where there are many."""
         start = prepare(call, self._options)
-        target = target_of(call, start, self._options)
+        target = TuningTarget(call, start, self._options)
         if not processes_of(start.mesh):
             return tuned(target, tuning)
         if tuning.measure:

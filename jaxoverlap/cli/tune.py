@@ -75,10 +75,10 @@ def tune(
 
 def conditions(plan: Plan, out: Path) -> Iterator[str]:
     """Yield the condition of the summary's step time, if the table shows another time."""
-    taken = next((a for a in plan.tried if a.taken), None)
-    if plan.nccl.channels and plan.predictions and taken and taken.step_s:
+    taken = next((row.evaluation for row in plan.tried if row.taken), None)
+    if plan.nccl.channels and plan.predictions and taken and taken.times:
         yield (
             f"  {plan.predictions.step_s * 1e3:.1f} ms needs NCCL's tuner plugin with the plan's "
             f"channels (jaxoverlap plan show {out} --as csv); without it the step takes "
-            f"{taken.step_s * 1e3:.1f} ms, as in the table."
+            f"{taken.times.step_s * 1e3:.1f} ms, as in the table."
         )

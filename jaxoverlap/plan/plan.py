@@ -50,12 +50,11 @@ from jaxoverlap.plan.table import (
     split_exchange_lines,
 )
 from jaxoverlap.plan.trail import Proposed, trail_table
-from jaxoverlap.plan.tuned import Attempt, Measured, Predictions
+from jaxoverlap.plan.tuned import Measured, Predictions
 
 __all__ = [
     "FSDP",
     "SCHEMA",
-    "Attempt",
     "ChannelRow",
     "Decision",
     "MadeFor",
@@ -75,7 +74,7 @@ __all__ = [
 
 FSDP = Literal["prefetch", "ring"]
 _FORMAT = "jaxoverlap plan"
-SCHEMA = 13  # of a plan's JSON: counts up with every change that another version cannot read
+SCHEMA = 14  # of a plan's JSON: counts up with every change that another version cannot read
 
 
 class Schedule(
@@ -146,7 +145,8 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
         halves: whether its batch is split; None if no split was considered.
         streams: whether NVLink's collectives get a stream of their own; None if there is only one
             kind of link, or no second stream was considered.
-        trail: the candidates that the search estimated, in order; empty if there was no search.
+        trail: the candidates that the search estimated, or that the tuning tried, in order; empty
+            if there was neither.
         price: its estimated time and gain; None if nothing was estimated.
         partitioning: the operations that partition themselves, with their source lines; they are
             not rewritten.
@@ -155,7 +155,6 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
         nccl: settings that the process has to be started with.
         predictions: what the simulation gave; None if there was none.
         measured: times on the hardware; None if none were taken.
-        tried: what the tuning tried, in order; empty for a plan that was not tuned.
         plain: whether it is the original step, as nothing else was faster. The scheduler pass may
             still reorder it.
         made_for: the step that it is for; None if it was not made from a step.
@@ -182,10 +181,14 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     nccl: Nccl = Nccl()
     predictions: Predictions | None = None
     measured: Measured | None = None
-    tried: tuple[Attempt, ...] = ()
     plain: bool = False
     made_for: MadeFor | None = None
     remaining: tuple[Remaining, ...] = ()
+
+    @property
+    def tried(self) -> tuple[Proposed, ...]:
+        """The candidates of a tuning, in order; empty for a plan that was not tuned."""
+        return self.trail if self.predictions or self.measured else ()
 
     @property
     def decisions(self) -> tuple[Decision, ...]:
@@ -341,7 +344,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
             *ring_table(self.entries, verbose=verbose),
             *skipped_table(self.entries, verbose=verbose),
             *(idle_lines(self.entries) if verbose else ()),
-            *(trail_table(self.trail) if verbose else ()),
+            *(trail_table(self.trail) if verbose and not self.tried else ()),
             *remaining_lines(self.remaining, verbose=verbose),
         ]
         return "\n".join(parts)

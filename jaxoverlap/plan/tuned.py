@@ -64,28 +64,3 @@ class Measured(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
             f"Measured: {self.step_s * 1e3:.1f} ms a step, plain "
             f"{self.plain_step_s * 1e3:.1f}; medians of {self.runs}, {self.devices}{off}."
         )
-
-
-class Attempt(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """One candidate of the tuning that gave a plan.
-
-    Attributes:
-        name: in words; "plain" is the step as it is, "rules" what `overlap` does by default.
-        taken: whether the plan is this one's.
-        step_s, compute_s, exposed_s, peak_bytes: as in `Predictions`, with NCCL's own channels;
-            None where nothing was simulated.
-        hops, hops_covered: permutes of rings in a step, and those that overlap with a matmul.
-        measured_s: seconds of a step on the devices that were there; None if it was not timed.
-        why: why there is no such step; empty where there is one.
-    """
-
-    name: str
-    taken: bool = False
-    step_s: float | None = None
-    compute_s: float | None = None
-    exposed_s: float | None = None
-    peak_bytes: int | None = None
-    hops: int | None = None
-    hops_covered: int | None = None
-    measured_s: float | None = None
-    why: str = ""

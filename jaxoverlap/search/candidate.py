@@ -1,32 +1,16 @@
-"""A candidate of the search, and the answer about it."""
+"""A candidate of the search: a step after edits, and the settings that it is compiled with."""
 
 from __future__ import annotations
 
-import math
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 from jaxoverlap.passes.evaluated import Evaluated, Proposal
+from jaxoverlap.plan.decisions import Variant
 from jaxoverlap.plan.edits import LAYOUTS, Edit
-
-
-@dataclass(frozen=True)
-class Evaluation:
-    """The answer about a candidate.
-
-    Attributes:
-        step_s: seconds of the step; None where the cluster has no prices.
-        peak_bytes: bytes that a device needs at most.
-        refusal: why it cannot be taken; empty if it can.
-    """
-
-    step_s: float | None = None
-    peak_bytes: int = 0
-    refusal: str = ""
-
-    @property
-    def seconds(self) -> float:
-        """Its seconds; infinity where they are not known, or it cannot be taken."""
-        return math.inf if self.step_s is None or self.refusal else self.step_s
+from jaxoverlap.plan.evaluation import Evaluation
+from jaxoverlap.plan.plan import Plan
 
 
 @dataclass(frozen=True, eq=False)
@@ -34,20 +18,32 @@ class Candidate:
     """A step after edits, as one row of the search's trail.
 
     Attributes:
-        stage: the name of the stage that proposed it; "plain" for the step as it is.
-        edits: its edits, but for the last one, `ShareViews`.
+        stage: the name of the stage that proposed it, or its own, where it has one; "plain" for the
+            step as it is.
+        edits: its edits; but for the last one, `ShareViews`, where they are estimated.
         evaluation: the answer about it.
         proposal: what was proposed; the edits of it are among `edits`.
         parent: the candidate that it was proposed for; None for the step as it is.
         evaluated: the step after the edits; None where it was not partitioned.
+        plan: the edits with their settings, to compile it; None if it is only estimated.
+        changes: the rings that have another variant than in the parent's plan, by their matmul.
+        text: returns the scheduled module, once it is compiled.
     """
 
     stage: str
     edits: tuple[Edit, ...]
-    evaluation: Evaluation
+    evaluation: Evaluation = field(default_factory=Evaluation)
     proposal: Proposal = field(default_factory=Proposal)
     parent: Candidate | None = None
     evaluated: Evaluated | None = None
+    plan: Plan | None = None
+    changes: Mapping[int, Variant] = field(default_factory=dict)
+    text: Callable[[], str] | None = None
+
+    @classmethod
+    def planned(cls, name: str, plan: Plan, **more: Any) -> Candidate:
+        """Return a candidate to compile: the edits and settings of a plan, under a name."""
+        return cls(name, plan.edits, plan=plan, **more)
 
     @property
     def seconds(self) -> float:

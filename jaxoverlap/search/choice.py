@@ -1,13 +1,13 @@
 """Choose between a rewritten step and the same step without rings, which are both compiled.
 
-`never_slower.py` compares the compiled steps.
+`never_slower.py` says which candidates there are, `compiled.py` compiles them in children.
 """
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Mapping
-from dataclasses import replace
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -15,132 +15,169 @@ import msgspec
 
 from jaxoverlap._jax import jits
 from jaxoverlap._jax.jobs import peak_bytes
+from jaxoverlap._util.files import kept_folder
 from jaxoverlap._util.text import first_line, warn
 from jaxoverlap.flags.published import COMPARED, accepted
 from jaxoverlap.flags.required import NVLINK_STREAM, SEEN
+from jaxoverlap.plan.plan import Plan
 from jaxoverlap.plan.speedup import CandidateName, Speedup
+from jaxoverlap.search.candidate import Candidate
+from jaxoverlap.search.compiled import Compiler, writable
 from jaxoverlap.search.found import found
-from jaxoverlap.search.never_slower import (
-    DECIDED_WITHIN_S,
-    Comparison,
-    CompiledStep,
-    Unsimulated,
-    with_joined,
-)
+from jaxoverlap.search.never_slower import NeverSlower
+from jaxoverlap.search.search import search_compiled
 from jaxoverlap.step.context import mesh_of, prepare
 from jaxoverlap.step.options import Options
 from jaxoverlap.step.pipeline import PassResult
 from jaxoverlap.step.processes import handed, processes_of
 from jaxoverlap.step.program import StepProgram, arrived, lowered_as, request_of, step_program
 from jaxoverlap.step.stages import Compiled, Lowered
-from jaxoverlap.step.trial import Failure, Request
+from jaxoverlap.step.trial import Request, evaluated, refused
+
+_TIMEOUT_S = 3600.0  # of a child; what takes as long is stuck
+_DECIDED_WITHIN_S = 3 * _TIMEOUT_S  # three rounds of children, those of a round at a time
 
 
-def comparison_of(call: jits.Call, program: StepProgram, options: Options) -> Comparison:
-    """Return the candidates for an undecided step: overlapped, and the original one variously.
+@dataclass(frozen=True)
+class Choice:
+    """The choice among the candidates of an undecided step.
 
-    Args:
+    Attributes:
         call, options: those that it was rewritten with.
         program: the step.
     """
-    assert program.plan is not None and program.cost is not None
-    rings, cost = program.plan, program.cost
 
-    @functools.cache
-    def made(candidate: CandidateName) -> StepProgram:
-        return _as_candidate(call, program, candidate, options)
+    call: jits.Call
+    program: StepProgram
+    options: Options
 
-    def lowered(candidate: CandidateName) -> tuple[jax.stages.Lowered, StepProgram]:
-        new = program if candidate == "overlapped" else made(candidate)
-        return lowered_as(call, new), new
+    def candidates(self) -> NeverSlower:
+        """Return the overlapped step as estimated best, and what it is compared with.
 
-    def request(candidate: CandidateName, compiler_options: Mapping[str, Any] | None) -> Request:
-        return request_of(*lowered(candidate), mesh_of(call), cost, compiler_options)
+        "other rows" and "other loops" are the search's, with another batch split. The others are
+        the step without rings, by XLA's defaults; all but "plain" take the scheduler's order and
+        the estimated best number of streams.
+        """
+        rings, cost = self.program.plan, self.program.cost
+        assert rings is not None and cost is not None
+        names = {setting.name for setting in (*NVLINK_STREAM, *SEEN)}
+        streams = {n: v for n, v in rings.xla_options.items() if n in names}
+        device = mesh_of(self.call).devices.flat[0]
+        plans: dict[CandidateName, Plan] = {
+            "overlapped": rings,
+            **{name: plan for name, (plan, _) in self.program.close.items()},
+            "reordered": rings.left_alone(rings.schedule, streams),
+            "plain": rings.left_alone(),
+        }
+        for name in COMPARED:
+            options = streams | accepted(name, device)[0]
+            plans[name] = rings.left_alone(rings.schedule, options)
+        made = {name: Candidate.planned(name, plan) for name, plan in plans.items()}
+        return NeverSlower(made, cost, reorders=self.options.schedule is not None)
 
-    reorders, close = options.schedule is not None, tuple(program.close)
-    return Comparison(rings.step, rings, cost, reorders, close, lowered, request)
+    def program_of(self, candidate: Candidate) -> StepProgram:
+        """Return the program of a candidate."""
+        if candidate.parent is None and candidate.stage == "overlapped":
+            return self.program
+        for name, (plan, edited) in self.program.close.items():
+            if candidate.parent is None and candidate.stage == name:
+                done = PassResult(plan, prepare(self.call, self.options), edited)
+                return arrived(self.call, done, self.options)
+        return step_program(self.call, replace(self.options, plan=candidate.plan), found)
+
+    def lowered(self, candidate: Candidate) -> tuple[jax.stages.Lowered, StepProgram]:
+        """Lower a candidate."""
+        new = self.program_of(candidate)
+        return lowered_as(self.call, new), new
+
+    def compiler(self, options: Mapping[str, Any] | None = None) -> Compiler:
+        """Return what compiles candidates in children, all with further options of the user."""
+
+        def lower(candidate: Candidate) -> tuple[Request, Plan | None]:
+            stage, new = self.lowered(candidate)
+            assert self.program.cost is not None
+            request = request_of(stage, new, mesh_of(self.call), self.program.cost, options)
+            return request, new.plan
+
+        return Compiler(lower, writable(kept_folder() / "trials"), _TIMEOUT_S)
 
 
-def faster(comparison: Comparison, lowered: Lowered, options: dict[str, Any] | None) -> Compiled:
+def faster(choice: Choice, lowered: Lowered, options: dict[str, Any] | None) -> Compiled:
     """Compile a step, or another of its candidates if that is faster by simulation.
 
-    Args:
-        comparison: the candidates.
-        lowered: the overlapped step.
-        options: further compiler options, for all candidates.
-    """
-    made: dict[CandidateName, Compiled] = {}
+    This process compiles the overlapped step, and the original one in another order, as one of the
+    two is mostly taken; children compile the others.
 
-    def stage_of(candidate: CandidateName) -> Lowered:
-        if candidate == "overlapped":
+    Args:
+        choice: the choice among its candidates.
+        lowered: the overlapped step.
+        options: further compiler options of the user, for all candidates.
+    """
+    compare, compiler = choice.candidates(), choice.compiler(options)
+    made: dict[str, Compiled] = {}
+
+    def stage_of(candidate: Candidate) -> Lowered:
+        if candidate.parent is None and candidate.stage == "overlapped":
             return lowered
-        other, new = comparison.lowered(candidate)
+        other, new = choice.lowered(candidate)
         return lowered.instead(other, new.plan, new.ordering)
 
-    def compiled(candidate: CandidateName) -> CompiledStep | Unsimulated | Failure:
+    def here(candidate: Candidate) -> Candidate:
         try:
-            made[candidate] = one = stage_of(candidate).compiled(options)
+            made[candidate.stage] = one = stage_of(candidate).compiled(options)
         except jax.errors.JaxRuntimeError as error:
-            return Failure(why=first_line(error))
-        peak = peak_bytes(one.memory_analysis())
-        return CompiledStep.of(one.as_text() or "", peak, comparison.cost)
+            return replace(candidate, evaluation=refused(first_line(error)))
+        text = one.as_text() or ""
+        answer = evaluated(text, peak_bytes(one.memory_analysis()), compare.cost)
+        return replace(candidate, evaluation=answer, plan=one.plan, text=lambda: text)
 
-    speedup = comparison.decided_here(compiled, options)
-    if speedup.taken not in made or speedup.joined:
-        best = stage_of(speedup.taken)
-        made[speedup.taken] = best.compiled({**speedup.joined, **(options or {})})
+    def compiled(batch: Sequence[Candidate]) -> list[Candidate]:
+        first, *others = batch
+        if first.stage not in ("overlapped", "reordered"):
+            return compiler.evaluated(batch)
+        with ThreadPoolExecutor(1) as pool:
+            in_children = pool.submit(compiler.evaluated, others)
+            return [here(first), *in_children.result()]
+
+    rows = search_compiled(compare.stages, compiled)
+    taken, speedup = compare.taken(rows), compare.speedup(rows)
+    best = made.get(taken.stage) if taken.parent is None else None
+    if best is None:
+        best = stage_of(taken).compiled(options)
     if not speedup.is_overlapped:
-        warn(speedup.warning(comparison.step))
-    taken = made[speedup.taken]
-    taken.speedup, taken.plan = speedup, with_joined(taken.plan, speedup)
-    return taken
+        warn(speedup.warning(compare.plan.step))
+    best.speedup = speedup
+    return best
 
 
-def decided(call: jits.Call, program: StepProgram, options: Options) -> StepProgram:
+def decided(choice: Choice) -> StepProgram:
     """Return the fastest candidate of an undecided step, for GPUs that are present.
 
-    Children compile both for the GPUs' description before this process compiles either; if there
-    are many processes, the children of process 0 do so for all.
+    Children compile all candidates for the GPUs' description before this process compiles any; if
+    there are many processes, the children of process 0 do so for all.
+
+    Args:
+        choice: the choice among its candidates.
     """
-    comparison = comparison_of(call, program, options)
+    compare, compiler = choice.candidates(), choice.compiler()
+
+    def speedup_here() -> str:
+        rows = search_compiled(compare.stages, compiler.evaluated)
+        return msgspec.json.encode(compare.speedup(rows)).decode()
+
     said = handed(
-        lambda: msgspec.json.encode(comparison.decided_in_children()).decode(),
+        speedup_here,
         "choice between rings and none",
-        processes_of(mesh_of(call)),
-        within_s=DECIDED_WITHIN_S,
+        processes_of(mesh_of(choice.call)),
+        within_s=_DECIDED_WITHIN_S,
     )
     speedup = msgspec.json.decode(said, type=Speedup)
-    if speedup.taken == "overlapped" and not speedup.joined:
-        return replace(program, undecided=False, close={}, speedup=speedup)
     if not speedup.is_overlapped:
-        warn(speedup.warning(comparison.step))
-    new = program
-    if speedup.taken != "overlapped":
-        new = _as_candidate(call, program, speedup.taken, options)
-    if speedup.joined:
-        new = step_program(call, replace(options, plan=with_joined(new.plan, speedup)), found)
+        warn(speedup.warning(compare.plan.step))
+    taken = compare.candidates[speedup.taken]
+    new = choice.program_of(taken)
+    if speedup.joined and new.plan is not None:
+        more = {**new.plan.xla_options, **speedup.joined}
+        joined = msgspec.structs.replace(new.plan, xla_options=more)
+        new = choice.program_of(Candidate.planned(speedup.taken, joined, parent=taken))
     return replace(new, agreement=None, undecided=False, close={}, speedup=speedup)
-
-
-def _as_candidate(
-    call: jits.Call, program: StepProgram, candidate: CandidateName, options: Options
-) -> StepProgram:
-    """Return the program of another candidate than the overlapped step as estimated best.
-
-    "other rows" and "other loops" are the search's, with another batch split. The others are the
-    step without rings, by XLA's defaults; all but "plain" take the scheduler's order and the
-    estimated best number of streams.
-    """
-    if candidate in program.close:
-        plan, edited = program.close[candidate]
-        return arrived(call, PassResult(plan, prepare(call, options), edited), options)
-    rings = program.plan
-    assert rings is not None
-    plan = rings.left_alone()
-    if candidate != "plain":
-        names = {setting.name for setting in (*NVLINK_STREAM, *SEEN)}
-        more = {n: v for n, v in rings.xla_options.items() if n in names}
-        if candidate in COMPARED:
-            more |= accepted(candidate, mesh_of(call).devices.flat[0])[0]
-        plan = rings.left_alone(rings.schedule, more)
-    return step_program(call, replace(options, plan=plan), found)

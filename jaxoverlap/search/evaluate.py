@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import msgspec
 from jax.sharding import Mesh
 
 from jaxoverlap.passes.analysis.errors import RewriteError, UserError
@@ -22,7 +23,8 @@ from jaxoverlap.passes.planning.terms import Terms
 from jaxoverlap.passes.registry import PASS_OF
 from jaxoverlap.passes.rewriting.pin_results import pinned_results
 from jaxoverlap.plan.edits import LAYOUTS, Edit, ShareViews, SplitBatch, in_order
-from jaxoverlap.search.candidate import Candidate, Evaluation
+from jaxoverlap.plan.evaluation import Evaluation
+from jaxoverlap.search.candidate import Candidate
 from jaxoverlap.search.search import Stage
 from jaxoverlap.step.context import StepContext
 
@@ -78,7 +80,7 @@ class Evaluator:
         evaluated = self._evaluated(answer, shardings, notes)
         made = replace(made, evaluation=answer.evaluation, evaluated=evaluated)
         if not made.evaluation.refusal and (why := stage.fits(made)):
-            made = replace(made, evaluation=replace(made.evaluation, refusal=why))
+            made = replace(made, evaluation=msgspec.structs.replace(made.evaluation, refusal=why))
         return made
 
     def _once(self, edits: Sequence[Edit], find: Callable[[], _Answer]) -> _Answer:
@@ -104,7 +106,8 @@ class Evaluator:
             why_not = _wrong_permutes(program, edited.mesh)
         estimate = None if self._step.cost is None else self._step.estimate(program)
         peak_bytes = estimated_peak_bytes(program.module) if estimate else 0
-        evaluation = Evaluation(estimate and estimate.step_s, peak_bytes, why_not)
+        step_s = estimate and estimate.step_s
+        evaluation = Evaluation(step_s=step_s, peak_bytes=peak_bytes, refusal=why_not)
         return _Answer(edited, program, estimate, evaluation)
 
     def _shardings(self, answer: _Answer, parent: Candidate) -> Mapping[Any, Shardings]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import math
 from dataclasses import replace
 from typing import Any
 
@@ -23,7 +22,7 @@ from jaxoverlap.passes.planning.profit import RingCosts
 from jaxoverlap.passes.planning.ring_edits import edits_of
 from jaxoverlap.passes.planning.terms import Requests, Terms
 from jaxoverlap.plan.edits import DropTypes, PinResults, ShareViews
-from jaxoverlap.plan.limits import CLOSE_ESTIMATES, CLOSE_UNROLLED, STREAM_GAIN
+from jaxoverlap.plan.limits import STREAM_GAIN
 from jaxoverlap.plan.plan import Plan
 from jaxoverlap.plan.price import Price
 from jaxoverlap.plan.speedup import CandidateName
@@ -65,18 +64,11 @@ def found(step: StepContext, options: Options) -> PassResult:
 
 
 def _close(trail: Trail) -> dict[CandidateName, Candidate]:
-    """Return the candidates of other kinds that may be as fast as the one that was taken.
-
-    By estimates that are so close either may be the faster one: both are compiled.
-    """
-    taken, close = trail.taken, dict[CandidateName, Candidate]()
-    for one in sorted(trail.left, key=lambda one: one.seconds):
-        rows = split_of(one)[0] != split_of(taken)[0]
-        name: CandidateName = "other rows" if rows else "other loops"
-        share = CLOSE_ESTIMATES if rows else CLOSE_UNROLLED
-        apart = gains(taken.seconds, one.seconds, share) or gains(one.seconds, taken.seconds, share)
-        if split_of(one) != split_of(taken) and one.seconds < math.inf and not apart:
-            close.setdefault(name, one)
+    """Return the candidates to compile besides the one that was taken, by their names."""
+    close = dict[CandidateName, Candidate]()
+    for one in trail.close:
+        same_parts = split_of(one)[0] == split_of(trail.taken)[0]
+        close.setdefault("other loops" if same_parts else "other rows", one)
     return close
 
 

@@ -28,11 +28,9 @@ from jaxoverlap.plan.edits import (
 )
 from jaxoverlap.plan.halves import Halves
 from jaxoverlap.plan.layouts import KeptEdit, Layouts, PinnedResult
-from jaxoverlap.plan.limits import GAIN
-from jaxoverlap.plan.speedup import milliseconds
 from jaxoverlap.plan.trail import Proposed
 from jaxoverlap.search.candidate import Candidate
-from jaxoverlap.search.search import Trail, split_of
+from jaxoverlap.search.search import Trail, falls_short, outcome, quickest, split_of
 from jaxoverlap.search.stages import LAYOUT_STAGES, SPLIT
 from jaxoverlap.simulation import hlo
 from jaxoverlap.step.context import StepContext
@@ -129,40 +127,27 @@ def halves_of(step: StepContext, trail: Trail, taken: Candidate, parts: int) -> 
         taken: the candidate that the record is of.
         parts: the number of parts.
     """
-    known = [row for row in trail.rows if row.seconds < math.inf]
-    whole_s = min((row.seconds for row in known if not row.has(SplitBatch)), default=None)
-    split = taken if taken.has(SplitBatch) else _best_split(trail)
+    whole = quickest(row for row in trail.rows if not row.has(SplitBatch))
+    split_rows = [row for row in trail.rows if row.has(SplitBatch)]
+    split = taken if taken.has(SplitBatch) else quickest(split_rows, anyway=True)
     if split is None:
         tried = [row for row in trail.of(SPLIT) if row.parent in taken.line] or [*trail.of(SPLIT)]
         why_not = tried[0].evaluation.refusal if tried else "no search was made"
         return Halves(parts=parts, why_not=why_not)
     record = _split(step, split, parts)
     step_s = split.evaluation.step_s
-    if whole_s is None or step_s is None:
+    if whole is None or step_s is None:
         return record
-    split_rows = [row for row in known if row.has(SplitBatch)]
-    others = [row for row in split_rows if split_of(row)[1] != record.unroll]
-    other = min(others, key=lambda row: row.seconds, default=None)
-    why_not = ""
-    if not taken.has(SplitBatch):
-        slower = step_s >= whole_s
-        why_not = (
-            "the step is faster without a split" if slower else f"it gains less than {GAIN:.0%}"
-        )
+    other = quickest(row for row in split_rows if split_of(row)[1] != record.unroll)
+    why_not = "" if taken.has(SplitBatch) else falls_short(split, whole)
     return msgspec.structs.replace(
         record,
-        whole_s=whole_s,
+        whole_s=whole.seconds,
         step_s=step_s,
         other_unroll=other and split_of(other)[1],
         other_unroll_s=other and other.seconds,
         why_not=why_not,
     )
-
-
-def _best_split(trail: Trail) -> Candidate | None:
-    """Return the fastest candidate whose batch is split; None if there is none."""
-    split = (row for row in trail.rows if row.has(SplitBatch) and not row.evaluation.refusal)
-    return min(split, key=lambda row: row.seconds, default=None)
 
 
 def _split(step: StepContext, split: Candidate, parts: int) -> Halves:
@@ -220,11 +205,11 @@ def _why_none(tried: Sequence[Candidate]) -> str:
     assert before is not None
     if before.evaluation.step_s is None:
         return tried[0].evaluation.refusal
-    with_rings = [row for row in tried if row.has(MakeRing) and row.seconds < math.inf]
-    rings_s = min((row.seconds for row in with_rings), default=math.inf)
-    why = f"estimated step time {before.seconds * 1e3:.4g} ms without rings"
-    why += f", {rings_s * 1e3:.4g} with" if rings_s < math.inf else ""
-    return why + (f": it gains less than {GAIN:.0%}" if rings_s < before.seconds else "")
+    without = f"estimated step time {before.seconds * 1e3:.4g} ms without rings"
+    rings = quickest(row for row in tried if row.has(MakeRing))
+    if rings is None:
+        return without
+    return f"{without}, {rings.seconds * 1e3:.4g} with: {falls_short(rings, before)}"
 
 
 # -- the trail ------------------------------------------------------------------------------------
@@ -237,8 +222,8 @@ def proposed(trail: Trail, taken: Candidate) -> tuple[Proposed, ...]:
         Proposed(
             stage=row.stage,
             edits=_counted(row.proposal),
-            step_s=row.evaluation.step_s,
-            why_not="" if row in line else _why_not(row, taken),
+            evaluation=row.evaluation,
+            why_not="" if row in line else outcome(row, taken),
         )
         for row in trail.rows[1:]
     )
@@ -247,17 +232,3 @@ def proposed(trail: Trail, taken: Candidate) -> tuple[Proposed, ...]:
 def _counted(proposal: Proposal) -> str:
     counts = Counter(type(edit).__name__ for edit in proposal.edits)
     return ", ".join(f"{n} {kind}" for kind, n in counts.items()) or "none"
-
-
-def _why_not(row: Candidate, taken: Candidate) -> str:
-    """Say why a candidate was not taken: it may not be, gains too little, or another is faster."""
-    assert row.parent is not None
-    if row.evaluation.refusal:
-        return row.evaluation.refusal
-    if row.evaluation.step_s is None:
-        return "other edits send fewer bytes"
-    if row.seconds >= row.parent.seconds:
-        return f"not faster than without: {milliseconds(row.parent.seconds)}"
-    if row.seconds > taken.seconds:
-        return "another is faster"
-    return f"it gains too little on {milliseconds(row.parent.seconds)}"

@@ -3,7 +3,8 @@
     for each stage:  for each candidate that is left:  propose, evaluate, keep what gains
 
 A beam search: as tinygrad's `beam_search`, with a list of actions for each stage in place of one.
-Whether an estimate is faster than another is said by `gains`.
+`search` goes by estimates, `search_compiled` by compiled steps, for both of `overlap()` and `tune`.
+Seconds of two candidates are compared in this file and nowhere else.
 """
 
 from __future__ import annotations
@@ -14,8 +15,17 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from jaxoverlap.passes.evaluated import Evaluated, Proposal
+from jaxoverlap.passes.scheduling.reorder import SAME
 from jaxoverlap.plan.edits import Edit, MakeRing, ReadGathered, SplitBatch
-from jaxoverlap.plan.limits import CLOSE_ESTIMATES, GAIN, RIVAL_LAYOUT, UNROLL_GAIN
+from jaxoverlap.plan.limits import (
+    CLOSE_ESTIMATES,
+    CLOSE_UNROLLED,
+    EXPOSED,
+    GAIN,
+    RIVAL_LAYOUT,
+    UNROLL_GAIN,
+)
+from jaxoverlap.plan.speedup import milliseconds
 from jaxoverlap.search.candidate import Candidate
 
 Propose = Callable[[Evaluated], Iterable[Proposal]]
@@ -90,6 +100,21 @@ class Trail:
                 best = other
         return best
 
+    @property
+    def close(self) -> Iterator[Candidate]:
+        """The candidates with another batch split that may be as fast as the one that is taken.
+
+        By estimates that are so close either may be the faster one. The fastest comes first.
+        """
+        taken = self.taken
+        for one in sorted(self.left, key=lambda one: one.seconds):
+            same_parts = split_of(one)[0] == split_of(taken)[0]
+            share = CLOSE_UNROLLED if same_parts else CLOSE_ESTIMATES
+            apart = gains(taken.seconds, one.seconds, share)
+            apart = apart or gains(one.seconds, taken.seconds, share)
+            if split_of(one) != split_of(taken) and one.seconds < math.inf and not apart:
+                yield one
+
     def of(self, *stages: str) -> Iterator[Candidate]:
         """Yield the candidates that some stages have proposed."""
         return (row for row in self.rows if row.stage in stages)
@@ -98,6 +123,76 @@ class Trail:
 def gains(after_s: float, before_s: float, least: float) -> bool:
     """Return whether a step is faster than another by this share of its seconds, or more."""
     return least == ANYWAY or after_s < before_s * (1 - least)
+
+
+def near(candidates: Iterable[Candidate], share: float) -> list[Candidate]:
+    """Return candidates, the fastest first, but for those that it gains more than a share on."""
+    known = sorted(candidates, key=lambda one: one.seconds)
+    return [one for one in known if not gains(known[0].seconds, one.seconds, share)]
+
+
+def ranked(compiled: Iterable[Candidate], most_bytes: float) -> list[Candidate]:
+    """Return compiled candidates, the fastest first; equally fast ones as they came.
+
+    Those that need more memory than there is come behind those that do not, and those that were
+    refused behind all.
+
+    Args:
+        compiled: the candidates; seconds that differ by less than `SAME` are equal.
+        most_bytes: the bytes of memory that one may need.
+    """
+    rows = list(compiled)
+    unit = next((one.seconds for one in rows if one.seconds < math.inf), 1.0) * SAME
+
+    def key(one: Candidate) -> tuple[bool, bool, float]:
+        known = one.seconds < math.inf
+        too_large = one.evaluation.peak_bytes > most_bytes
+        return not known, too_large, round(one.seconds / unit) if known else math.inf
+
+    return sorted(rows, key=key)
+
+
+def quickest(rows: Iterable[Candidate], *, anyway: bool = False) -> Candidate | None:
+    """Return the candidate with the fewest seconds; None if none are known.
+
+    Args:
+        rows: the candidates.
+        anyway: whether one without known seconds is returned, where there is no other.
+    """
+    may = (row for row in rows if not row.evaluation.refusal)
+    one = min(may, key=lambda row: row.seconds, default=None)
+    return one if anyway or (one is not None and one.seconds < math.inf) else None
+
+
+def falls_short(after: Candidate, before: Candidate) -> str:
+    """Say why a candidate is not taken in place of another."""
+    slower = after.seconds >= before.seconds
+    return "the step is faster without" if slower else f"it gains less than {GAIN:.0%}"
+
+
+def exposes(taken: Candidate, compiled: Iterable[Candidate]) -> bool:
+    """Return whether a compiled step takes longer than kernels alone, where these are fastest.
+
+    Args:
+        taken: the step.
+        compiled: all compiled steps of the function.
+    """
+    compute_s = min(one.evaluation.simulated.compute_s for one in compiled)
+    return taken.seconds > compute_s * (1 + EXPOSED)
+
+
+def outcome(row: Candidate, taken: Candidate) -> str:
+    """Say why a candidate was not taken: it may not be, gains too little, or another is faster."""
+    before = row.parent
+    if row.evaluation.refusal:
+        return row.evaluation.refusal
+    if row.evaluation.step_s is None:
+        return "other edits send fewer bytes"
+    if before is not None and row.seconds >= before.seconds:
+        return f"not faster than without: {milliseconds(before.seconds)}"
+    if before is None or row.seconds > taken.seconds:
+        return "another is faster"
+    return f"it gains too little on {milliseconds(before.seconds)}"
 
 
 def search(start: Candidate, stages: Sequence[Stage], evaluate: Evaluate) -> Trail:
@@ -112,6 +207,29 @@ def search(start: Candidate, stages: Sequence[Stage], evaluate: Evaluate) -> Tra
     for stage in stages:
         _through(stage, trail, evaluate)
     return trail
+
+
+Batches = Callable[[Sequence[Candidate]], Iterable[Sequence[Candidate]]]
+
+
+def search_compiled(
+    stages: Sequence[Batches], compiled: Callable[[Sequence[Candidate]], list[Candidate]]
+) -> list[Candidate]:
+    """Search among candidates that are compiled; return all of them, in order.
+
+    Args:
+        stages: each yields batches of candidates, and goes by the list of all that are compiled,
+            which has those of its last batch when it goes on.
+        compiled: compiles candidates, and returns those that it has evaluated: all, in time.
+    """
+    rows = list[Candidate]()
+    for propose in stages:
+        for batch in propose(rows):
+            made = compiled(batch)
+            rows += made
+            if len(made) < len(batch):
+                return rows
+    return rows
 
 
 def _through(stage: Stage, trail: Trail, evaluate: Evaluate) -> None:

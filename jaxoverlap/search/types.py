@@ -47,8 +47,11 @@ def untyped(step: StepContext) -> StepContext:
         before_s, after_s = (
             step.estimate(program, nvlink_stream=False).step_s for program in (before, after)
         )
-        same = least_gain == 0 and after_s == before_s
-        return not changed(before, after) and (same or gains(after_s, before_s, least_gain))
+        if changed(before, after):
+            return False
+        return (
+            gains(after_s, before_s, least_gain) if least_gain else not gains(before_s, after_s, 0)
+        )
 
     def can_go() -> bool:
         if step.cost is None:

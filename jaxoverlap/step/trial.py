@@ -1,4 +1,4 @@
-"""Try one candidate of a tuning: compile it in a child process, audit and simulate it.
+"""Evaluate one candidate: compile it in a child process, audit and simulate it.
 
 A compiler that aborts ends the child, and is a result like any other. The child ends when its
 parent does. Results are cached in a folder, under a hash of all that they depend on.
@@ -36,60 +36,10 @@ from jaxoverlap._util.text import first_line
 from jaxoverlap.cost.model import CostModel
 from jaxoverlap.hardware import pods
 from jaxoverlap.passes.scheduling.scheduler import SchedulerPass
+from jaxoverlap.plan.evaluation import Evaluation, Times, Waited
 from jaxoverlap.simulation.audit import audit
 from jaxoverlap.simulation.simulation import simulate
 from jaxoverlap.simulation.timeline import Timeline
-
-
-class Waited(msgspec.Struct, frozen=True):
-    """The seconds that the collectives of one ring, or of one source line, cost in a step.
-
-    Attributes:
-        kind: as HLO writes it; ring: the ring's name, empty for XLA's own; source: "file:line".
-        seconds: the time on their link; exposed_s: the part of it in which the kernels wait.
-    """
-
-    kind: str
-    ring: str
-    source: str
-    seconds: float
-    exposed_s: float
-
-
-class Trial(msgspec.Struct, frozen=True, kw_only=True, tag="done"):
-    """The times and memory of a candidate's step, by simulation of its schedule.
-
-    Attributes:
-        step_s: seconds of the step; compute_s: of kernels alone; communication_s: of all
-            collectives; exposed_s: while kernels wait; bound_s: what no order can beat.
-        peak_bytes: bytes that a device needs at most, arguments and outputs included.
-        hops, hops_covered: permutes of rings in a step, and those that overlap with a matmul.
-        waited: the costs of collectives, longest exposed first.
-        unknown: what the simulation does not know, and how often a step runs it.
-    """
-
-    step_s: float
-    compute_s: float
-    communication_s: float
-    exposed_s: float
-    bound_s: float
-    peak_bytes: int
-    hops: int
-    hops_covered: int
-    waited: tuple[Waited, ...]
-    unknown: Mapping[str, int] = {}
-
-
-class Failure(msgspec.Struct, frozen=True, kw_only=True, tag="failed"):
-    """The reason why a candidate has no step.
-
-    Attributes:
-        why: the compiler's last words.
-        again: whether it may end otherwise another time: it was stopped, or killed.
-    """
-
-    why: str
-    again: bool = False
 
 
 @dataclass(frozen=True)
@@ -118,7 +68,7 @@ class Request:
 
 def attempt(
     request: Request, kept: Path, timeout_s: float, kernels: KnownKernels | None = None
-) -> Trial | Failure:
+) -> Evaluation:
     """Try a candidate in a child process, unless its result is cached.
 
     Args:
@@ -127,15 +77,15 @@ def attempt(
     """
     path = kept / f"{request.key}.json"
     known, there = _read(path), _schedule_in(kept, request).exists()
-    if isinstance(known, Failure) or (known is not None and there):
+    if known is not None and (known.refusal or there):
         return known
     with (kernels or KnownKernels()).lent() as loan:
         borrowed = loan.file.exists()
         result = _in_child(request, _schedule_in(kept, request), loan.file, timeout_s)
-        loan.ended_well = isinstance(result, Trial)
-    if borrowed and isinstance(result, Failure) and not result.again:
+        loan.ended_well = not result.refusal
+    if borrowed and result.refusal and not result.again:
         return attempt(request, kept, timeout_s)  # XLA may have refused the kernels
-    if not (isinstance(result, Failure) and result.again):
+    if not result.again:
         write_atomically(path, msgspec.json.encode(result).decode())
     return result
 
@@ -149,10 +99,10 @@ def _schedule_in(kept: Path, request: Request) -> Path:
     return kept / f"{request.key}.hlo.gz"
 
 
-def _read(path: Path) -> Trial | Failure | None:
+def _read(path: Path) -> Evaluation | None:
     """Read a cached result; None if there is none, or if it does not decode in this version."""
     try:
-        return msgspec.json.decode(path.read_bytes(), type=Trial | Failure)
+        return msgspec.json.decode(path.read_bytes(), type=Evaluation)
     except (FileNotFoundError, msgspec.MsgspecError):
         return None
 
@@ -163,7 +113,7 @@ _PROGRAM = (
 )
 
 
-def _in_child(request: Request, schedule: Path, kernels: Path, timeout_s: float) -> Trial | Failure:
+def _in_child(request: Request, schedule: Path, kernels: Path, timeout_s: float) -> Evaluation:
     payload = pickle.dumps((request, schedule, kernels))
     with tempfile.TemporaryFile() as said:
         child = subprocess.Popen(
@@ -191,16 +141,16 @@ def _in_child(request: Request, schedule: Path, kernels: Path, timeout_s: float)
             with contextlib.suppress(BrokenPipeError):  # of what it did not read
                 child.stdin.close()
         if code == 0:
-            return msgspec.json.decode(answer.splitlines()[-1], type=Trial | Failure)
+            return msgspec.json.decode(answer.splitlines()[-1], type=Evaluation)
         return _failure(code, stopped, timeout_s, said)
 
 
-def _failure(code: int, stopped: bool, timeout_s: float, said: IO[bytes]) -> Failure:
+def _failure(code: int, stopped: bool, timeout_s: float, said: IO[bytes]) -> Evaluation:
     if stopped:
-        return Failure(why=f"stopped after {timeout_s:.0f} s", again=True)
+        return refused(f"stopped after {timeout_s:.0f} s", again=True)
     said.seek(0)
     why = how_it_ended(code, said.read().decode(errors="replace"))
-    return Failure(why=why, again=code == -signal.SIGKILL)
+    return refused(why, again=code == -signal.SIGKILL)
 
 
 def how_it_ended(code: int, stderr: str) -> str:
@@ -229,7 +179,7 @@ def _environment(job: Job) -> Mapping[str, str]:
 # -- in the child ---------------------------------------------------------------------------------
 
 
-def compiled(request: Request, schedule: Path, kernels: Path) -> Trial | Failure:
+def compiled(request: Request, schedule: Path, kernels: Path) -> Evaluation:
     """Compile, audit and simulate a candidate in this process.
 
     Args:
@@ -246,22 +196,46 @@ def compiled(request: Request, schedule: Path, kernels: Path) -> Trial | Failure
                 done = jobs.compile_job(job, devices, kernels)
             frames = scheduling.report.frames
     except jax.errors.JaxRuntimeError as error:
-        return Failure(why=first_line(error))
+        return refused(first_line(error))
     text = frames.restored(done.text) if frames else done.text
     schedule.write_bytes(gzip.compress(text.encode()))
-    step, hops = simulate(text, request.cost), audit(text).hops
-    return Trial(
+    return evaluated(text, done.peak_bytes, request.cost)
+
+
+def evaluated(text: str, peak_bytes: int, cost: CostModel) -> Evaluation:
+    """Simulate and audit a compiled step; one that cannot be simulated has no seconds.
+
+    Args:
+        text: its scheduled module.
+        peak_bytes: bytes that a device needs at most.
+        cost: the cost model to simulate by.
+    """
+    try:
+        step, hops = simulate(text, cost), audit(text).hops
+    except ValueError as error:
+        return Evaluation(peak_bytes=peak_bytes, refusal=str(error), by="compiled")
+    times = Times(
         step_s=step.step_s,
         compute_s=step.compute_s,
         communication_s=step.communication_s,
         exposed_s=step.exposed_s,
         bound_s=step.bound_s,
-        peak_bytes=done.peak_bytes,
         hops=hops.count,
         hops_covered=hops.covered,
         waited=_waited(step),
         unknown=step.unknown,
     )
+    return Evaluation(step_s=step.step_s, peak_bytes=peak_bytes, by="compiled", times=times)
+
+
+def refused(why: str, *, again: bool = False) -> Evaluation:
+    """Return the answer about a candidate that has no compiled step.
+
+    Args:
+        why: the compiler's last words.
+        again: whether it may end otherwise another time.
+    """
+    return Evaluation(refusal=why, by="compiled", again=again)
 
 
 def _waited(step: Timeline) -> tuple[Waited, ...]:

@@ -8,17 +8,18 @@ scheduler pass, other limits for what XLA merges. A move changes how the pieces 
 
 from __future__ import annotations
 
-from collections.abc import Collection, Hashable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import replace
 
 from msgspec import structs
 
 from jaxoverlap.passes.planning.matmuls import variant_of
 from jaxoverlap.plan.edits import GatherAhead, MakeRing, ReadGathered, ShareViews
+from jaxoverlap.plan.evaluation import Times
 from jaxoverlap.plan.limits import WORTH_MOVING
 from jaxoverlap.plan.plan import Decision, Plan, Skip, Variant
+from jaxoverlap.search.candidate import Candidate
 from jaxoverlap.step.options import Options
-from jaxoverlap.step.trial import Trial
 from jaxoverlap.tuning.lagom.granularity import GranularityModel
 
 PLAIN = "plain"  # the step as it is, by XLA's defaults
@@ -43,68 +44,50 @@ _IN_SLICES = ("sliced x 2", "sliced x 4")
 _LEFT = ("one_way", *_IN_SLICES)  # of what the rules leave alone
 
 
-@dataclass(frozen=True)
-class TuningCandidate:
-    """One way to run a step.
-
-    Attributes:
-        name: a description in words.
-        source: the plan to follow, or the options to plan by; None for the step as it is.
-        changes: the rings that differ from those of the candidate that it was made from.
-        step_s: its estimated seconds, where they are known already.
-    """
-
-    name: str
-    source: Plan | Options | None
-    changes: Mapping[int, Variant] = field(default_factory=dict)
-    step_s: float | None = None
-
-    @property
-    def key(self) -> Hashable:
-        """The key that is equal for candidates of a tuning with the same edits."""
-        return self.source.edits if isinstance(self.source, Plan) else self.name
+Decide = Callable[[str, Options], Candidate]
+"""Decides on a step by options: a candidate of this name, with its plan and estimated seconds."""
 
 
 def seeds(
-    base: Options, rules: Plan, trial: Trial | None = None, model: GranularityModel | None = None
-) -> list[TuningCandidate]:
-    """List the candidates to try first, after the plain step and the rules' plan.
+    base: Options,
+    rules: Plan,
+    decide: Decide,
+    times: Times | None = None,
+    model: GranularityModel | None = None,
+) -> Iterator[Candidate]:
+    """Yield the candidates to try first, after the plain step and the rules' plan.
 
     Args:
         base: the options of the rules.
         rules: the plan that they gave.
-        trial: the result of that plan. Where next to nothing waits for the collectives that the
+        decide: decides by other options.
+        times: the times of that plan. Where next to nothing waits for the collectives that the
             rules do not decompose, candidates that decompose them come last.
         model: knows all rings that there could be, and how best to split them.
     """
     model = model or GranularityModel()
-    for_all_rings = list[TuningCandidate]()
-    if (every := model.every) is not None:
-        granularities = enumerate(model.plans(_PLANS), 1)
-        for_all_rings += [
-            TuningCandidate(f"lagom {number}", with_variants(every, granularity))
-            for number, granularity in granularities
-        ]
-    none = dict.fromkeys((ring.site for ring in rules.rings), Variant("plain"))
-    for_all_rings += [TuningCandidate("no rings", with_variants(rules, none))] if none else []
-    if rules.prefetched and not rules.cut:
-        for_all_rings.append(TuningCandidate("fsdp in rings", replace(base, fsdp="ring")))
     not_ringed = [s for s in rules.skips if s.left_plain]
-    others = list(_others(rules, [s.site for s in not_ringed], model.rings))
+    others = _others(rules, [s.site for s in not_ringed], model.rings)
     waits = (
-        trial is None or sum(exposed_s(s, trial) for s in not_ringed) > WORTH_MOVING * trial.step_s
+        times is None or sum(exposed_s(s, times) for s in not_ringed) > WORTH_MOVING * times.step_s
     )
-    return [*others, *for_all_rings] if waits else [*for_all_rings, *others]
+    if waits:
+        yield from others
+    if (every := model.every) is not None:
+        for number, granularity in enumerate(model.plans(_PLANS), 1):
+            yield Candidate.planned(f"lagom {number}", with_variants(every, granularity))
+    if none := dict.fromkeys((ring.site for ring in rules.rings), Variant("plain")):
+        yield Candidate.planned("no rings", with_variants(rules, none))
+    if rules.prefetched and not rules.cut:
+        yield decide("fsdp in rings", replace(base, fsdp="ring"))
+    if not waits:
+        yield from others
 
 
-def settings(candidate: TuningCandidate, plan: Plan) -> list[TuningCandidate]:
-    """Vary the settings that hold for all rings: memory for the scheduler pass, XLA's options.
-
-    Args:
-        candidate: the candidate whose plan it is.
-        plan: the plan.
-    """
-    variations = []
+def settings(candidate: Candidate) -> list[Candidate]:
+    """Vary the settings that hold for all rings: memory for the scheduler pass, XLA's options."""
+    plan, variations = candidate.plan, []
+    assert plan is not None
     if plan.schedule:
         roomy = structs.replace(plan.schedule, slack=_SLACK)
         variations.append((f"slack {_SLACK}", structs.replace(plan, schedule=roomy)))
@@ -113,53 +96,53 @@ def settings(candidate: TuningCandidate, plan: Plan) -> list[TuningCandidate]:
         variations.append(("XLA merges", structs.replace(plan, xla_options=unmerged)))
         most = dict.fromkeys(_MERGES, str(_MOST_MERGED))
         variations.append(("merges to 1 GiB", structs.replace(plan, xla_options=unmerged | most)))
-    return [TuningCandidate(f"{candidate.name}, {name}", changed) for name, changed in variations]
+    return [Candidate.planned(f"{candidate.stage}, {name}", new) for name, new in variations]
 
 
 def _others(
     rules: Plan, not_ringed: Sequence[int], rings: Mapping[int, MakeRing]
-) -> Iterator[TuningCandidate]:
+) -> Iterator[Candidate]:
     """Yield candidates with rings or slices for the matmuls that the rules do not decompose."""
     if not rings.keys().isdisjoint(not_ringed):
         for name, variant in (("all rings", "one_way"), *((f"others {w}", w) for w in _IN_SLICES)):
             every = dict.fromkeys(not_ringed, Variant.parse(variant))
-            yield TuningCandidate(name, with_variants(rules, every, rings))
+            yield Candidate.planned(name, with_variants(rules, every, rings))
 
 
-def ways(base: Options) -> list[TuningCandidate]:
+def ways(base: Options, decide: Decide) -> list[Candidate]:
     """List candidates in which all rings have one variant, for use without a cost model."""
     names = ("two_way", "one_way x 2", "direct", "sliced x 2")
-    return [TuningCandidate(n, replace(base, granularity=Variant.parse(n))) for n in names]
+    return [decide(name, replace(base, granularity=Variant.parse(name))) for name in names]
 
 
 def moves(
     plan: Plan,
-    trial: Trial,
+    times: Times,
     tried: Collection[tuple[int, str]],
     model: GranularityModel,
-) -> list[TuningCandidate]:
+) -> list[Candidate]:
     """List the next moves: for each ring the next way not tried, the smallest H first.
 
     H is Lagom's: the computation that a move adds for each second that no longer waits. Rings that
     the model does not have come last; of equal ones the ring that waits longest comes first.
 
     Args:
-        plan, trial: those of the best candidate so far.
+        plan, times: those of the best candidate so far.
         tried: matmul ids and variants that need no second try.
         model: prices what cutting a ring costs.
     """
-    ranked: list[tuple[float, float, TuningCandidate]] = []
+    ranked: list[tuple[float, float, Candidate]] = []
     for entry, variants in _movable(plan, model.rings):
-        waited = exposed_s(entry, trial)
+        waited = exposed_s(entry, times)
         variant = next((w for w in variants if (entry.site, w) not in tried), None)
-        if variant is not None and waited > WORTH_MOVING * trial.step_s:
+        if variant is not None and waited > WORTH_MOVING * times.step_s:
             now = entry.variant if isinstance(entry, Decision) else Variant("plain")
             to = Variant.parse(variant)
             lost = model.lost_per_second(entry.site, now, to, waited)
             name = f"{entry.source} ({entry.site}) {variant}"
             changes = {entry.site: to}
             moved = with_variants(plan, changes, model.rings)
-            ranked.append((lost, -waited, TuningCandidate(name, moved, changes)))
+            ranked.append((lost, -waited, Candidate.planned(name, moved, changes=changes)))
     return [candidate for _, _, candidate in sorted(ranked, key=lambda one: one[:2])]
 
 
@@ -169,25 +152,22 @@ def with_batch_split_of(base: Options, plan: Plan) -> Options:
     return replace(base, halves=cut and cut.parts, unroll=cut.unroll if cut else 1)
 
 
-def rows(base: Options, rules: Plan) -> list[TuningCandidate]:
-    """List candidates with another batch split than the plan of the rules.
+def rows(base: Options, rules: Plan, decide: Decide) -> Iterator[Candidate]:
+    """Yield candidates with another batch split than the plan of the rules.
 
     Args:
         base: the options of the rules, with the batch split of their plan.
         rules: the plan; it has an estimated cost of halves if the batch can be split.
+        decide: decides by other options.
     """
     if rules.halves is None or rules.halves.step_s is None:
-        return []
-    candidates = []
+        return
     if rules.cut:
-        unsplit = replace(base, halves=None, unroll=1)
-        candidates.append(TuningCandidate("no batch split", unsplit, step_s=rules.halves.whole_s))
+        yield decide("no batch split", replace(base, halves=None, unroll=1))
     for parts, unroll in _CUTS:
         if (parts, unroll) != (base.halves, base.unroll):
             name = f"{parts} parts" + (f", unrolled {unroll} times" if unroll > 1 else "")
-            split = replace(base, halves=parts, unroll=unroll, rings=False)
-            candidates.append(TuningCandidate(name, split))
-    return candidates
+            yield decide(name, replace(base, halves=parts, unroll=unroll, rings=False))
 
 
 def with_variants(
@@ -241,9 +221,9 @@ def _movable(
             yield entry, tuple(w for w in _VARIANTS[entry.kind] if w != str(entry.variant))
 
 
-def exposed_s(entry: Decision | Skip, trial: Trial) -> float:
+def exposed_s(entry: Decision | Skip, times: Times) -> float:
     """Sum the seconds that kernels wait for a ring; or, without a ring, at its source line."""
     name = f".{entry.site}"
-    hops = [w.exposed_s for w in trial.waited if w.ring.endswith(name)]
-    at_line = [w.exposed_s for w in trial.waited if not w.ring and w.source == entry.source]
+    hops = [w.exposed_s for w in times.waited if w.ring.endswith(name)]
+    at_line = [w.exposed_s for w in times.waited if not w.ring and w.source == entry.source]
     return sum(hops) if hops else sum(at_line)

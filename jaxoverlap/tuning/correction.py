@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from jaxoverlap.step.trial import Trial
+from jaxoverlap.plan.evaluation import Times
 
 
 @dataclass(frozen=True)
@@ -28,13 +28,13 @@ class Correction:
     compute: float
     exposed: float
 
-    def step_s(self, trial: Trial) -> float:
+    def step_s(self, times: Times) -> float:
         """Predict the seconds that a simulated step would take here."""
-        busy_s, exposed_s = _parts(trial)
+        busy_s, exposed_s = _parts(times)
         return self.compute * busy_s + self.exposed * exposed_s
 
 
-def correction(timed: Sequence[tuple[Trial, float]]) -> Correction:
+def correction(timed: Sequence[tuple[Times, float]]) -> Correction:
     """Fit the factors by least squares of relative errors.
 
     There is one factor for both, the median of all, where two cannot be told apart: a single step
@@ -43,7 +43,7 @@ def correction(timed: Sequence[tuple[Trial, float]]) -> Correction:
     Args:
         timed: steps as simulated, each with its measured seconds; at least one.
     """
-    parts = np.array([_parts(trial) for trial, _ in timed])
+    parts = np.array([_parts(times) for times, _ in timed])
     measured_s = np.array([seconds for _, seconds in timed])
     factors, _, rank, _ = np.linalg.lstsq(parts / measured_s[:, None], np.ones(len(timed)), _ALIKE)
     if rank == 2 and min(factors) > 0:
@@ -55,5 +55,5 @@ def correction(timed: Sequence[tuple[Trial, float]]) -> Correction:
 _ALIKE = 1e-3  # of the larger singular value: clocks are no better than that
 
 
-def _parts(trial: Trial) -> tuple[float, float]:
-    return trial.step_s - trial.exposed_s, trial.exposed_s
+def _parts(times: Times) -> tuple[float, float]:
+    return times.step_s - times.exposed_s, times.exposed_s

@@ -6,8 +6,8 @@ from the best, one ring after the other with another variant (`candidates.moves`
 smallest H first, each ring for itself, so that compiles grow with the number of rings and not with
 that of combinations (the greedy order of Lagom, arXiv 2602.20656; that a ring's granularity is a
 setting like channels is ours). Moves that help are combined and tried again. Candidates compile in
-child processes (`trial.py`) and are simulated; the step without overlap is one, so a plan is never
-slower than plain by simulation. Full plans and moves are first partitioned and estimated
+child processes (`search/compiled.py`) and are simulated; the step without overlap is one, so a plan
+is never slower than plain by simulation. Full plans and moves are first partitioned and estimated
 (`passes/estimation/estimate.py`), many while children compile; those that are slower than the best
 by more than `SLOWER_PLAN` or `SLOWER_MOVE` are not compiled. Nothing is random: a search that its
 budget ends has tried a prefix of the candidates.
@@ -16,26 +16,22 @@ budget ends has tried a prefix of the candidates.
 from __future__ import annotations
 
 import math
-import os
 import time
-from collections.abc import Callable, Hashable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from pathlib import Path
-from typing import Any
 
-from jaxoverlap._jax.kernel_cache import KnownKernels
-from jaxoverlap._util.text import first_line
 from jaxoverlap.passes.analysis.errors import RewriteError, UserError
-from jaxoverlap.passes.scheduling.reorder import SAME
+from jaxoverlap.plan.evaluation import Evaluation
 from jaxoverlap.plan.limits import SLOWER_MOVE, SLOWER_PLAN, TUNED_MEMORY
 from jaxoverlap.plan.plan import Plan
+from jaxoverlap.search.candidate import Candidate
+from jaxoverlap.search.compiled import Compiler
+from jaxoverlap.search.search import gains, near, ranked, search_compiled
 from jaxoverlap.step.options import Options
-from jaxoverlap.step.trial import Failure, Request, Trial, attempt
 from jaxoverlap.tuning.candidates import (
     PLAIN,
     RULES,
-    TuningCandidate,
+    Decide,
     moves,
     rows,
     seeds,
@@ -44,137 +40,138 @@ from jaxoverlap.tuning.candidates import (
     with_variants,
 )
 from jaxoverlap.tuning.lagom.granularity import GranularityModel
-from jaxoverlap.tuning.target import Look, Lower, Ready
 
-_TIMEOUT_S = 900.0  # for one candidate
 _PLANS_WITH_SETTINGS = 2  # the fastest plans, which are tried with other settings
 _MOVES_AHEAD = 8  # moves to estimate while children compile, for each worker
-_MOST_WORKERS = 8  # a compile takes gigabytes of memory
-
-
-def _cores() -> int:
-    """Count the cores that this process may use."""
-    affinity = getattr(os, "sched_getaffinity", None)
-    return len(affinity(0)) if affinity else os.cpu_count() or 1
-
-
-@dataclass(frozen=True)
-class Tried:
-    """A candidate and its result.
-
-    Attributes:
-        candidate: the candidate.
-        plan: its full plan; None for the step without overlap, or where the rewrite failed.
-        result: the child's result, or why there is none.
-        request: the request that the child got.
-    """
-
-    candidate: TuningCandidate
-    plan: Plan | None
-    result: Trial | Failure
-    request: Request | None = None
 
 
 @dataclass
-class Search:
+class TuningSearch:
     """One tuning.
 
     Attributes:
-        lower: rewrites and lowers a step by a plan or options; by None without overlap.
+        decide: decides on a step by options: a candidate with a plan, and its estimated seconds.
+        estimate: estimates a step by a plan from its partitioned program, in seconds.
+        compiler: compiles candidates.
         base: the options of the rules.
-        cache: the folder of cached results.
         memory_bytes: bytes of memory of a device.
-        look: estimates a step by a plan or options from its partitioned program, in seconds.
-        model: makes the unified model of the step, from the result of the rules' plan.
         deadline: by `time.monotonic`; what has not begun by then is not tried.
+        model: makes the unified model of the step, from the result of the rules' plan.
         show: called with each result, in order.
-        kernels: the kernels that the candidates share.
-        workers: the number of children at a time.
         tried: all results, in order.
-        looked: the candidates that were estimated, by key; their seconds are None where a
-            candidate cannot be rewritten or estimated.
-        complete: whether the search ended by itself.
+        estimated: the candidates that were estimated, by their edits; without seconds where one
+            cannot be rewritten or estimated.
     """
 
-    lower: Lower
+    decide: Decide
+    estimate: Callable[[Plan], float | None]
+    compiler: Compiler
     base: Options
-    cache: Path
     memory_bytes: int
     deadline: float
-    look: Look = lambda source: None
-    model: Callable[[Tried], GranularityModel] = lambda rules: GranularityModel()
-    show: Callable[[Tried], None] = lambda tried: None
-    kernels: KnownKernels = field(default_factory=KnownKernels)
-    workers: int = field(default_factory=lambda: min(_MOST_WORKERS, _cores()))
-    tried: list[Tried] = field(default_factory=list)
-    looked: dict[Hashable, TuningCandidate] = field(default_factory=dict)
-    complete: bool = False
+    model: Callable[[Candidate], GranularityModel] = lambda rules: GranularityModel()
+    show: Callable[[Candidate], None] = lambda tried: None
+    tried: Sequence[Candidate] = ()
+    estimated: dict[Hashable, Candidate] = field(default_factory=dict)
+    _granularity: GranularityModel = field(default_factory=GranularityModel)
+    _ahead: Iterator[Candidate] = field(default_factory=lambda: iter(()))
 
-    def run(self) -> Tried:
+    def run(self) -> Candidate:
         """Search, and return the best candidate.
 
         Raises:
             ValueError: if neither the step as it is nor the rewritten one compiles.
         """
-        plain, rules = self._try(
-            [TuningCandidate(PLAIN, None), TuningCandidate(RULES, self.base)], needed=True
-        )
-        if isinstance(plain.result, Failure) and isinstance(rules.result, Failure):
+        stages = (self._first, self._whole_plans, self._with_settings, self._moves)
+        self.tried = search_compiled(stages, self._compiled)
+        return self.best(self.tried)
+
+    @property
+    def complete(self) -> bool:
+        """Whether the search ended by itself."""
+        interrupted = any(one.evaluation.again for one in self.tried)
+        return not interrupted and self._in_time
+
+    @property
+    def _in_time(self) -> bool:
+        return time.monotonic() < self.deadline
+
+    def best(self, tried: Sequence[Candidate]) -> Candidate:
+        """Return the fastest candidate that fits; of equally fast ones the first."""
+        return self._ranked(tried)[0]
+
+    def _ranked(self, tried: Sequence[Candidate]) -> list[Candidate]:
+        known = (one.evaluation for one in tried if not one.evaluation.refusal)
+        reference = next(known, Evaluation())
+        return ranked(tried, min(self.memory_bytes, TUNED_MEMORY * reference.peak_bytes))
+
+    def _compiled(self, batch: Sequence[Candidate]) -> list[Candidate]:
+        """Compile a batch; the first, which is needed, in any time. Estimate others meanwhile."""
+        deadline = math.inf if batch[0].stage == PLAIN else self.deadline
+        done = self.compiler.evaluated(batch, deadline=deadline, meanwhile=self._look_ahead)
+        for one in done:
+            self.show(one)
+        return done
+
+    # -- the stages -------------------------------------------------------------------------------
+
+    def _first(self, tried: Sequence[Candidate]) -> Iterator[list[Candidate]]:
+        """Propose the step as it is, and what the rules make of it."""
+        yield [Candidate(PLAIN, ()), self._estimated(self.decide(RULES, self.base))]
+        plain, rules = tried
+        if plain.evaluation.refusal and rules.evaluation.refusal:
             raise ValueError(
-                f"the step does not compile: {plain.result.why}; tune() needs one that does"
+                f"the step does not compile: {plain.evaluation.refusal}; tune() needs one that does"
             )
-        model = GranularityModel()
-        if rules.plan is not None:
-            plan = rules.plan
-            self.base = with_batch_split_of(self.base, plan)
-            known = rules.result if isinstance(rules.result, Trial) else None
-            model = self.model(rules) if known else model
-            full_plans = [*seeds(self.base, plan, known, model), *rows(self.base, plan)]
-            looks = self._looking(moves(plan, known, (), model) if known else [])
-            self._try(
-                self._worth_compiling(TuningCandidate(RULES, plan), full_plans), meanwhile=looks
-            )
-            for candidate, plan in self._fastest_plans():
-                self._try(settings(candidate, plan), meanwhile=looks)
-        interrupted = any(isinstance(t.result, Failure) and t.result.again for t in self.tried)
-        self.complete = self._refine(model) and not interrupted and time.monotonic() < self.deadline
-        return self.best
 
-    def _fastest_plans(self) -> list[tuple[TuningCandidate, Plan]]:
-        """List the fastest candidates with different plans; the step without overlap has none."""
-        fastest: list[tuple[TuningCandidate, Plan]] = []
-        for one in sorted(self.tried, key=self._key):
-            if one.plan is not None and all(one.plan != plan for _, plan in fastest):
-                fastest.append((one.candidate, one.plan))
-        return fastest[:_PLANS_WITH_SETTINGS]
+    def _whole_plans(self, tried: Sequence[Candidate]) -> Iterator[list[Candidate]]:
+        rules = tried[1]
+        if rules.plan is None:
+            return
+        self.base = with_batch_split_of(self.base, rules.plan)
+        known = None if rules.evaluation.refusal else rules.evaluation.times
+        if known is not None:
+            self._granularity = self.model(rules)
+        split = rows(self.base, rules.plan, self.decide)
+        plans = seeds(self.base, rules.plan, self.decide, known, self._granularity)
+        worth = self._worth_compiling(rules, (*plans, *split))
+        if known is not None:
+            self._look_at(moves(rules.plan, known, (), self._granularity))
+        yield worth
 
-    def _refine(self, model: GranularityModel) -> bool:
-        """Change ring after ring, until no move is left to try; False if time ran out before."""
+    def _with_settings(self, tried: Sequence[Candidate]) -> Iterator[list[Candidate]]:
+        """Propose other settings for the fastest different plans; the step as it is has none."""
+        best = list[Candidate]()
+        for one in self._ranked(tried):
+            if one.plan is not None and all(one.plan != other.plan for other in best):
+                best.append(one)
+        for one in best[:_PLANS_WITH_SETTINGS]:
+            yield settings(one)
+
+    def _moves(self, tried: Sequence[Candidate]) -> Iterator[list[Candidate]]:
+        """Change ring after ring of the fastest plan, until no move is left to try."""
         seen: set[tuple[int, str]] = set()
         while True:
-            best = self.best
-            if best.plan is None or not isinstance(best.result, Trial):
-                return True
-            following = moves(best.plan, best.result, seen, model)
-            if not following:
-                return True
-            if time.monotonic() >= self.deadline:
-                return False
-            batch = self._promising(
-                TuningCandidate(best.candidate.name, best.plan), following, seen
-            )
+            best = self.best(tried)
+            if best.plan is None or best.evaluation.times is None or not self._in_time:
+                return
+            following = moves(best.plan, best.evaluation.times, seen, self._granularity)
+            batch = self._promising(best, following, seen)
             if not batch:
-                return True
+                return
             seen |= {(site, str(variant)) for c in batch for site, variant in c.changes.items()}
-            looks = self._looking([c for c in following if c not in batch])
-            tried = self._try(batch, meanwhile=looks)
-            better = [t for t in tried if self._key(t) < self._key(best)]
+            self._look_at(c for c in following if c not in batch)
+            before = len(tried)
+            yield batch
+            better = [one for one in tried[before:] if self.best([*tried[:before], one]) is one]
             if len(better) > 1:
-                self._try([_combined(best.plan, better, model)])
+                yield [_combined(best.plan, better, self._granularity)]
+
+    # -- estimates --------------------------------------------------------------------------------
 
     def _worth_compiling(
-        self, rules: TuningCandidate, candidates: Sequence[TuningCandidate]
-    ) -> list[TuningCandidate]:
+        self, rules: Candidate, candidates: Iterable[Candidate]
+    ) -> list[Candidate]:
         """Return the candidates that may be the fastest by estimate, the fastest first.
 
         Those without an estimate come last: only a compile can tell.
@@ -183,135 +180,67 @@ class Search:
             rules: the rules' plan, whose estimate counts as well.
             candidates: the candidates, all of which are estimated if there is time.
         """
-        estimated = [(self._look(rules), rules)]
+        known, unknown = [self._estimated(rules)], list[Candidate]()
         for candidate in candidates:
-            if time.monotonic() >= self.deadline:
+            one = self._estimated(candidate)
+            (known if one.seconds < math.inf else unknown).append(one)
+            if not self._in_time:
                 break
-            estimated.append((self._look(candidate), candidate))
-        least_s = min((s for s, _ in estimated if s), default=math.inf)
-        near = [(s or math.inf, c) for s, c in estimated[1:] if not s or s <= least_s * SLOWER_PLAN]
-        return [c for _, c in sorted(near, key=lambda one: one[0])]
+        return [*(one for one in near(known, SLOWER_PLAN) if one is not known[0]), *unknown]
 
     def _promising(
-        self,
-        base_candidate: TuningCandidate,
-        following: Sequence[TuningCandidate],
-        seen: set[tuple[int, str]],
-    ) -> list[TuningCandidate]:
+        self, best: Candidate, following: Sequence[Candidate], seen: set[tuple[int, str]]
+    ) -> list[Candidate]:
         """Return the moves to compile next: the fastest by estimate, at most one for each worker.
 
         Moves slower than the best so far by `SLOWER_MOVE` are added to `seen`, never compiled.
         """
-        here_s, promising = self._look(base_candidate), list[tuple[float, TuningCandidate]]()
+        here, promising = self._estimated(best), list[Candidate]()
         for candidate in following:
-            known = candidate.key in self.looked
-            if len(promising) >= self.workers and not known:
+            known = candidate.edits in self.estimated
+            if len(promising) >= self.compiler.workers and not known:
                 continue
-            step_s = self._look(candidate)
-            if here_s and step_s and step_s > here_s * SLOWER_MOVE:
+            one = self._estimated(candidate)
+            if one.seconds < math.inf and gains(here.seconds, one.seconds, SLOWER_MOVE):
                 seen |= {(site, str(variant)) for site, variant in candidate.changes.items()}
             else:
-                promising.append((step_s or math.inf, candidate))
-            if time.monotonic() >= self.deadline:
+                promising.append(one)
+            if not self._in_time:
                 break
-        return [c for _, c in sorted(promising, key=lambda one: one[0])][: self.workers]
+        return sorted(promising, key=lambda one: one.seconds)[: self.compiler.workers]
 
-    def _look(self, candidate: TuningCandidate) -> float | None:
-        """Return the estimated seconds of a candidate; each is partitioned once."""
-        if (known := self.looked.get(candidate.key)) is None:
-            assert candidate.source is not None
-            try:
-                step_s = candidate.step_s or self.look(candidate.source)
-            except (RewriteError, UserError):
-                step_s = None
-            known = self.looked[candidate.key] = replace(candidate, step_s=step_s)
-        return known.step_s
+    def _estimated(self, candidate: Candidate) -> Candidate:
+        """Return a candidate with its estimated seconds; each is partitioned once."""
+        if candidate.evaluation.refusal:
+            return candidate
+        if (known := self.estimated.get(candidate.edits)) is None:
+            answer = candidate.evaluation
+            if candidate.plan is not None and (answer.step_s is None or answer.by != "estimate"):
+                answer = self._estimate(candidate.plan)
+            known = self.estimated[candidate.edits] = replace(candidate, evaluation=answer)
+        return replace(candidate, evaluation=known.evaluation)
 
-    def _looking(self, candidates: Sequence[TuningCandidate]) -> Callable[[], bool]:
-        """Return a function that estimates the next candidate; it returns False at the end."""
-        remaining = iter(candidates[: _MOVES_AHEAD * self.workers])
-
-        def look() -> bool:
-            candidate = next(remaining, None)
-            if candidate is None or time.monotonic() >= self.deadline:
-                return False
-            self._look(candidate)
-            return True
-
-        return look
-
-    def _try(
-        self,
-        candidates: Sequence[TuningCandidate],
-        *,
-        needed: bool = False,
-        meanwhile: Callable[[], bool] = lambda: False,
-    ) -> list[Tried]:
-        """Lower candidates one after the other; compile as many at a time as there are workers.
-
-        Args:
-            candidates: the candidates to try.
-            needed: whether to try them after the deadline too.
-            meanwhile: does a piece of other work while children compile; False if none is left.
-        """
-        deadline = math.inf if needed else self.deadline
-        with ThreadPoolExecutor(self.workers) as pool:
-            begun, pending = [], list[Future[Any]]()
-            for candidate in candidates:
-                if time.monotonic() >= deadline:
-                    break
-                ready = self._lowered(candidate)
-                if isinstance(ready, Failure):
-                    begun.append((candidate, None, lambda failed=ready: failed))
-                else:
-                    running = pool.submit(self._attempt, ready.request, deadline)
-                    pending.append(running)
-                    begun.append((candidate, ready, running.result))
-            while not all(running.done() for running in pending) and meanwhile():
-                pass
-            done = []
-            for candidate, ready, get in begun:
-                if (result := get()) is not None:
-                    one = Tried(candidate, ready and ready.plan, result, ready and ready.request)
-                    done.append(one)
-                    self.show(one)
-        self.tried += done
-        return done
-
-    def _attempt(self, request: Request, deadline: float) -> Trial | Failure | None:
-        """Compile a candidate in a child; return None if it could not begin in time."""
-        remaining_s = deadline - time.monotonic()
-        if remaining_s <= 0:
-            return None
-        return attempt(request, self.cache, min(remaining_s, _TIMEOUT_S), self.kernels)
-
-    def _lowered(self, candidate: TuningCandidate) -> Ready | Failure:
-        """Lower a candidate; one that cannot be rewritten fails, but the rules' error is raised."""
+    def _estimate(self, plan: Plan) -> Evaluation:
         try:
-            return self.lower(candidate.source)
-        except (RewriteError, UserError) as error:
-            if candidate.name == RULES:
-                raise
-            what = error.what if isinstance(error, RewriteError) else first_line(error)
-            return Failure(why=f"{type(error).__name__}: {what}")
+            return Evaluation(step_s=self.estimate(plan))
+        except (RewriteError, UserError):
+            return Evaluation()
 
-    @property
-    def best(self) -> Tried:
-        """The fastest candidate that fits; of equally fast ones the first."""
-        return min(self.tried, key=self._key)
+    def _look_at(self, candidates: Iterable[Candidate]) -> None:
+        """Let some candidates be estimated while the next ones compile."""
+        self._ahead = iter([*candidates][: _MOVES_AHEAD * self.compiler.workers])
 
-    def _key(self, tried: Tried) -> tuple[int, int]:
-        """Return the key to minimize: failures and too large steps last, then rounded seconds."""
-        if isinstance(tried.result, Failure):
-            return 2, 0
-        reference = next(t.result for t in self.tried if isinstance(t.result, Trial))
-        most = min(self.memory_bytes, TUNED_MEMORY * reference.peak_bytes)
-        seconds = round(tried.result.step_s / (reference.step_s * SAME))
-        return int(tried.result.peak_bytes > most), seconds
+    def _look_ahead(self) -> bool:
+        """Estimate the next candidate; return False at the end."""
+        candidate = next(self._ahead, None)
+        if candidate is None or not self._in_time:
+            return False
+        self._estimated(candidate)
+        return True
 
 
-def _combined(plan: Plan, better: Sequence[Tried], model: GranularityModel) -> TuningCandidate:
+def _combined(plan: Plan, better: Sequence[Candidate], model: GranularityModel) -> Candidate:
     """Combine all moves that helped in one candidate."""
-    changes = {site: variant for t in better for site, variant in t.candidate.changes.items()}
-    name = " + ".join(t.candidate.name for t in better)
-    return TuningCandidate(name, with_variants(plan, changes, model.rings), changes)
+    changes = {site: variant for one in better for site, variant in one.changes.items()}
+    name = " + ".join(one.stage for one in better)
+    return Candidate.planned(name, with_variants(plan, changes, model.rings), changes=changes)

@@ -11,9 +11,9 @@ from rich.progress import Progress, ProgressColumn, Task, TextColumn, TimeElapse
 from rich.progress_bar import ProgressBar
 
 from jaxoverlap._util.text import WIDTH, table
-from jaxoverlap.plan.plan import Attempt
-from jaxoverlap.step.trial import Trial
-from jaxoverlap.tuning.search import Tried
+from jaxoverlap.plan.trail import Proposed
+from jaxoverlap.search.candidate import Candidate
+from jaxoverlap.search.search import quickest
 
 
 class _Spent(ProgressColumn):
@@ -24,7 +24,7 @@ class _Spent(ProgressColumn):
 
 
 @contextmanager
-def progress(budget_s: float, *, console: Console) -> Iterator[Callable[[Tried], None]]:
+def progress(budget_s: float, *, console: Console) -> Iterator[Callable[[Candidate], None]]:
     """Show how many candidates were tried, and the fastest; yields a function to call with each.
 
     Where the console is no terminal, each is a line.
@@ -36,18 +36,16 @@ def progress(budget_s: float, *, console: Console) -> Iterator[Callable[[Tried],
     columns = (_Spent(), TimeElapsedColumn(), TextColumn("{task.description}"))
     with Progress(*columns, console=console, transient=True) as shown:
         row = shown.add_task(f"of {first}", total=budget_s)
-        count, best = 0, (float("inf"), "")
+        rows = list[Candidate]()
 
-        def show(tried: Tried) -> None:
-            nonlocal count, best
-            count += 1
-            if isinstance(tried.result, Trial):
-                best = min(best, (tried.result.step_s, tried.candidate.name))
-            fastest = f"; {best[0] * 1e3:.1f} ms: {best[1]}" if best[1] else ""
-            shown.update(row, description=f"of {budget_s:.0f} s; {count} tried{fastest}")
+        def show(tried: Candidate) -> None:
+            rows.append(tried)
+            best = quickest(rows)
+            fastest = f"; {best.seconds * 1e3:.1f} ms: {best.stage}" if best else ""
+            shown.update(row, description=f"of {budget_s:.0f} s; {len(rows)} tried{fastest}")
             if not console.is_terminal:
-                spent = f"{time.monotonic() - began:.0f} s: {tried.candidate.name}"
-                console.out(f"{spent}; {count} tried{fastest}", highlight=False)
+                spent = f"{time.monotonic() - began:.0f} s: {tried.stage}"
+                console.out(f"{spent}; {len(rows)} tried{fastest}", highlight=False)
 
         yield show
 
@@ -56,31 +54,37 @@ _SIMULATED = ("step ms", "compute", "exposed", "hops covered", "peak GB")
 _MEASURED = ("measured ms", "of plain")
 
 
-def tried_table(title: str, tried: Sequence[Attempt], *, width: int = WIDTH) -> str:
+def tried_table(title: str, tried: Sequence[Proposed], *, width: int = WIDTH) -> str:
     """Write a row for each candidate, in the order tried; a star marks the one taken."""
-    plain_s = next((a.measured_s for a in tried if a.measured_s is not None), None)
-    simulated = any(a.step_s is not None or a.why for a in tried)
+    plain_s = next((_clock_s(row) for row in tried if _clock_s(row) is not None), None)
+    simulated = any(row.evaluation.times or row.evaluation.by != "measured" for row in tried)
     numbers = (*(_SIMULATED if simulated else ()), *(_MEASURED if plain_s else ()))
     rows = [
         (
-            "*" if a.taken else "",
-            a.name,
-            *(_simulated(a) if simulated else ()),
-            *(_measured(a, plain_s) if plain_s else ()),
-            a.why,
+            "*" if row.taken else "",
+            row.stage,
+            *(_simulated(row) if simulated else ()),
+            *(_measured(row, plain_s) if plain_s else ()),
+            "" if row.evaluation.times else row.why_not,
         )
-        for a in tried
+        for row in tried
     ]
     return table(title, ("", "candidate", *numbers, ""), rows, right=numbers, width=width)
 
 
-def _simulated(a: Attempt) -> tuple[str, ...]:
-    times = ("" if s is None else f"{s * 1e3:.1f}" for s in (a.step_s, a.compute_s, a.exposed_s))
-    hops = f"{a.hops_covered} of {a.hops}" if a.hops else ""
-    return (*times, hops, "" if a.peak_bytes is None else f"{a.peak_bytes / 1e9:.1f}")
+def _clock_s(row: Proposed) -> float | None:
+    return row.evaluation.step_s if row.evaluation.by == "measured" else None
 
 
-def _measured(a: Attempt, plain_s: float) -> tuple[str, ...]:
-    if a.measured_s is None:
+def _simulated(row: Proposed) -> tuple[str, ...]:
+    if (times := row.evaluation.times) is None:
+        return ("",) * len(_SIMULATED)
+    seconds = (f"{s * 1e3:.1f}" for s in (times.step_s, times.compute_s, times.exposed_s))
+    hops = f"{times.hops_covered} of {times.hops}" if times.hops else ""
+    return (*seconds, hops, f"{row.evaluation.peak_bytes / 1e9:.1f}")
+
+
+def _measured(row: Proposed, plain_s: float) -> tuple[str, ...]:
+    if (seconds := _clock_s(row)) is None:
         return ("", "")
-    return (f"{a.measured_s * 1e3:.2f}", f"{a.measured_s / plain_s:.2f} x")
+    return (f"{seconds * 1e3:.2f}", f"{seconds / plain_s:.2f} x")

@@ -2,46 +2,30 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any
 
 import jax
 
 from jaxoverlap._jax import jits
+from jaxoverlap._util.text import first_line
 from jaxoverlap.cost.groups import groups_of
 from jaxoverlap.cost.model import CostModel
+from jaxoverlap.passes.analysis.errors import RewriteError, UserError
 from jaxoverlap.passes.planning.entries import source_of
 from jaxoverlap.passes.planning.profit import RingCosts
 from jaxoverlap.plan.edits import MakeRing
-from jaxoverlap.plan.plan import MadeFor, Plan, Variant
+from jaxoverlap.plan.evaluation import Evaluation
+from jaxoverlap.plan.plan import Plan, Variant
+from jaxoverlap.search.candidate import Candidate
 from jaxoverlap.search.evaluate import estimated
 from jaxoverlap.search.found import found
 from jaxoverlap.step.context import StepContext
 from jaxoverlap.step.options import Options
 from jaxoverlap.step.pipeline import run_passes
 from jaxoverlap.step.program import StepProgram, as_it_is, lowered_as, request_of, step_program
-from jaxoverlap.step.trial import Request
+from jaxoverlap.step.trial import Request, refused
+from jaxoverlap.tuning.candidates import RULES
 from jaxoverlap.tuning.lagom.granularity import Site, site_of
-
-
-@dataclass(frozen=True)
-class Ready:
-    """A candidate that is lowered for a child.
-
-    Attributes:
-        request: the request for the child.
-        plan: its plan; None for the step as it is.
-    """
-
-    request: Request
-    plan: Plan | None
-
-
-Source = Plan | Options | None
-Lower = Callable[[Source], Ready]
-Look = Callable[[Plan | Options], float | None]
 
 
 @dataclass(frozen=True)
@@ -49,74 +33,77 @@ class TuningTarget:
     """A step to tune.
 
     Attributes:
-        lower: rewrites and lowers it for a child.
-        look: estimates it from its partitioned program, in seconds; needs a cost model.
-        every: returns all rings that it could have by some options, and the plan with them; needs a
-            cost model.
-        compiled: rewrites and compiles it here, to be timed; None is the step as it is.
-        args, kwargs: the arguments that it is called with.
-        base: the options that overlap() takes by default.
-        origin: what its plan is made for.
-        cost: the cost model of its cluster, where there is one.
-        memory_bytes: bytes of memory of one of its devices; unused without a cost model.
-    """
-
-    lower: Lower
-    look: Look
-    every: Callable[[Options], tuple[tuple[Site, ...], Plan]]
-    compiled: Callable[[Source], tuple[Callable[..., Any], Plan | None]]
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
-    base: Options
-    origin: MadeFor
-    cost: CostModel | None
-    memory_bytes: int
-
-
-def target_of(call: jits.Call, start: StepContext, options: Options) -> TuningTarget:
-    """Make the tuning target from a step's call and its context.
-
-    Args:
         call: the step's call.
         start: the facts of the step.
-        options: the options that overlap() takes by default.
+        base: the options that overlap() takes by default.
     """
 
-    def lowered(source: Source) -> tuple[jax.stages.Lowered, StepProgram]:
-        new = as_it_is(call, start.mesh)
-        if source is not None:
-            by = replace(options, plan=source) if isinstance(source, Plan) else source
-            new = step_program(call, by, found)
-        return lowered_as(call, new), new
+    call: jits.Call
+    start: StepContext
+    base: Options
 
-    def lower(source: Source) -> Ready:
-        stage, new = lowered(source)
-        assert start.cost is not None
-        return Ready(request_of(stage, new, start.mesh, start.cost), new.plan)
+    @property
+    def cost(self) -> CostModel | None:
+        """The cost model of its cluster, where there is one."""
+        return self.start.cost
 
-    def look(source: Plan | Options) -> float | None:
-        if isinstance(source, Plan):
-            return estimated(start, source.edits)
-        return run_passes(call, source, found, start).step_s
+    @property
+    def memory_bytes(self) -> int:
+        """Bytes of memory of one of its devices; 0 where its cluster is not known."""
+        return self.start.cluster.chip.memory_bytes if self.start.cluster else 0
 
-    def compiled(source: Source) -> tuple[jax.stages.Compiled, Plan | None]:
-        stage, new = lowered(source)
-        with new.ordering.compiling() if new.ordering else contextlib.nullcontext():
+    def decide(self, name: str, options: Options) -> Candidate:
+        """Decide by options; the error of the rules is raised, any other is the answer.
+
+        Raises:
+            UserError, RewriteError: as `step_program`, for the rules.
+        """
+        try:
+            plan = step_program(self.call, replace(options, on_error="raise"), found).plan
+        except (RewriteError, UserError) as error:
+            if name == RULES:
+                raise
+            what = error.what if isinstance(error, RewriteError) else first_line(error)
+            return Candidate(name, (), refused(f"{type(error).__name__}: {what}"))
+        assert plan is not None
+        return Candidate.planned(
+            name, plan, evaluation=Evaluation(step_s=plan.price and plan.price.step_s)
+        )
+
+    def estimate(self, plan: Plan) -> float | None:
+        """Estimate the step by a plan from its partitioned program, in seconds.
+
+        Raises:
+            UserError, RewriteError: as `apply`, and if XLA does not partition the step.
+        """
+        return estimated(self.start, plan.edits)
+
+    def lower(self, candidate: Candidate) -> tuple[Request, Plan | None]:
+        """Lower a candidate for a child; there is a cost model.
+
+        Raises:
+            UserError, RewriteError: if its plan cannot be followed.
+        """
+        stage, new = self._lowered(candidate)
+        assert self.cost is not None
+        return request_of(stage, new, self.start.mesh, self.cost), new.plan
+
+    def compiled(self, candidate: Candidate) -> tuple[jax.stages.Compiled, Plan | None]:
+        """Compile a candidate here, to be timed.
+
+        Raises:
+            UserError, RewriteError: if its plan cannot be followed.
+        """
+        stage, new = self._lowered(candidate)
+        with new.compiling():
             return stage.compile(), new.plan
 
-    options = replace(options, on_error="raise")
-    return TuningTarget(
-        lower=lower,
-        look=look,
-        every=lambda options: every_ring(call, options),
-        compiled=compiled,
-        args=call.args,
-        kwargs=call.kwargs,
-        base=options,
-        origin=start.origin,
-        cost=start.cost,
-        memory_bytes=start.cluster.chip.memory_bytes if start.cluster else 0,
-    )
+    def _lowered(self, candidate: Candidate) -> tuple[jax.stages.Lowered, StepProgram]:
+        new = as_it_is(self.call, self.start.mesh)
+        if candidate.plan is not None:
+            options = replace(self.base, plan=candidate.plan, on_error="raise")
+            new = step_program(self.call, options, found)
+        return lowered_as(self.call, new), new
 
 
 def every_ring(call: jits.Call, options: Options) -> tuple[tuple[Site, ...], Plan]:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import hashlib
+import math
 import os
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,26 +19,23 @@ from jaxoverlap._util.expect import expect, expect_flag, expect_seconds
 from jaxoverlap._util.files import kept_folder, opened, sealed, write_atomically
 from jaxoverlap._util.source_hash import source_hash
 from jaxoverlap._util.text import WIDTH
-from jaxoverlap.plan.plan import Attempt, Measured, Nccl, Plan, Predictions
+from jaxoverlap.plan.plan import Measured, Nccl, Plan, Predictions
+from jaxoverlap.plan.trail import Proposed
+from jaxoverlap.search.candidate import Candidate
+from jaxoverlap.search.compiled import Compiler
+from jaxoverlap.search.search import gains, outcome, ranked
 from jaxoverlap.simulation.simulation import simulate
-from jaxoverlap.step.trial import Failure, Trial, schedule_of
 from jaxoverlap.tuning import clock
-from jaxoverlap.tuning.candidates import (
-    PLAIN,
-    RULES,
-    TuningCandidate,
-    seeds,
-    ways,
-    with_batch_split_of,
-)
+from jaxoverlap.tuning.candidates import PLAIN, RULES, seeds, ways, with_batch_split_of
 from jaxoverlap.tuning.correction import Correction, correction
 from jaxoverlap.tuning.lagom.channels import CoTuned, co_tune
 from jaxoverlap.tuning.lagom.granularity import GranularityModel, granularity
-from jaxoverlap.tuning.search import Search, Tried
+from jaxoverlap.tuning.search import TuningSearch
 from jaxoverlap.tuning.table import progress, tried_table
-from jaxoverlap.tuning.target import TuningTarget
+from jaxoverlap.tuning.target import TuningTarget, every_ring
 
 _FORMAT = "jaxoverlap tuning"
+_TIMEOUT_S = 900.0  # for one candidate
 _TIMED = 3  # candidates that are timed on hardware at first, of those that were simulated
 _MOST_TIMED = 12  # in all; each is compiled here, and takes its memory
 
@@ -89,7 +87,7 @@ def tuned(target: TuningTarget, tuning: Tuning) -> Plan:
     """
     if target.cost is None and not tuning.measure:
         raise ValueError(
-            f"no cost model of {target.origin.cluster or target.origin.devices}: name GPUs that "
+            f"no cost model of {_where(target)}: name GPUs that "
             "have one in cluster=, or time the step on the devices that are here: measure=True"
         )
     folder = tuning.folder
@@ -102,16 +100,20 @@ def tuned(target: TuningTarget, tuning: Tuning) -> Plan:
         plan, complete = _searched(target, tuning, folder / "trials", console)
         known = _Kept(plan, complete, tuning.budget_s)
         write_atomically(path, sealed(_FORMAT, msgspec.json.encode(known)))
-    where = target.origin.cluster or target.origin.devices
     width = console.width if console.is_terminal else WIDTH
-    shown = tried_table(f"tuning for {where}", known.plan.tried, width=width)
+    shown = tried_table(f"tuning for {_where(target)}", known.plan.tried, width=width)
     console.out(shown, highlight=False)
     return known.plan
 
 
+def _where(target: TuningTarget) -> str:
+    origin = target.start.origin
+    return origin.cluster or origin.devices
+
+
 def _key(target: TuningTarget, tuning: Tuning) -> str:
     """Hash all that the plan depends on, except the budget."""
-    origin, flags = msgspec.json.encode(target.origin), os.environ.get("XLA_FLAGS", "")
+    origin, flags = msgspec.json.encode(target.start.origin), os.environ.get("XLA_FLAGS", "")
     depends = (origin, repr(target.base), repr(target.cost), flags, tuning.measure)
     return hashlib.sha256(repr((depends, source_hash())).encode()).hexdigest()[:24]
 
@@ -130,92 +132,81 @@ def _searched(
     """Search for the best plan in the budget; return it, and whether the search was complete."""
     if target.cost is None:
         candidates = _without_a_model(target)
-        tried = tuple(Attempt(name=c.name) for c in candidates)
-        return _report(_Steps(target, console).time(candidates), tried, None), True
+        return _report(_Steps(target, console).time(candidates), candidates, None), True
     with progress(tuning.budget_s, console=console) as show:
-        deadline = time.monotonic() + tuning.budget_s
-        search = Search(
-            target.lower,
+        search = TuningSearch(
+            target.decide,
+            target.estimate,
+            Compiler(target.lower, trials, _TIMEOUT_S),
             target.base,
-            trials,
             target.memory_bytes,
-            deadline,
-            look=target.look,
-            model=lambda rules: _model(target, rules, trials),
+            deadline=time.monotonic() + tuning.budget_s,
+            model=lambda rules: _model(target, rules),
             show=show,
         )
         best = search.run()
-    tried = tuple(_attempt(t, taken=t is best) for t in search.tried)
-    compiled = {t.candidate.name for t in search.tried}
-    others = (one for one in search.looked.values() if one.name not in compiled)
-    tried += tuple(map(_looked_at, others))
     if tuning.measure:
-        return _corrected(target, search, tried, console), search.complete
-    assert best.request is not None
-    chosen = co_tune(schedule_of(best.request, trials), target.cost)
+        return _corrected(target, search, console), search.complete
+    assert best.text is not None
+    chosen = co_tune(best.text(), target.cost)
     plan = _predicted(_plan_of(best, search.tried), chosen, best, search.tried[0])
-    return msgspec.structs.replace(plan, tried=tried), search.complete
+    rows = tuple(_row(one, best) for one in _all_of(search))
+    return msgspec.structs.replace(plan, trail=rows), search.complete
 
 
-def _model(target: TuningTarget, rules: Tried, trials: Path) -> GranularityModel:
+def _model(target: TuningTarget, rules: Candidate) -> GranularityModel:
     """Model the step's possible rings, with all other kernels of its schedule by rules."""
-    assert rules.request and rules.plan and target.cost
-    step = simulate(schedule_of(rules.request, trials), target.cost)
-    sites, every = target.every(with_batch_split_of(target.base, rules.plan))
+    assert rules.text and rules.plan and target.cost
+    step = simulate(rules.text(), target.cost)
+    sites, every = every_ring(target.call, with_batch_split_of(target.base, rules.plan))
     model = granularity(sites, rules.plan, step, target.cost)
     return replace(model, every=every)
 
 
-def _attempt(tried: Tried, *, taken: bool) -> Attempt:
-    """Return a plan's record of a candidate that was tried."""
-    name, result = tried.candidate.name, tried.result
-    if isinstance(result, Failure):
-        return Attempt(name=name, why=result.why)
-    return Attempt(
-        name=name,
-        taken=taken,
-        step_s=result.step_s,
-        compute_s=result.compute_s,
-        exposed_s=result.exposed_s,
-        peak_bytes=result.peak_bytes,
-        hops=result.hops,
-        hops_covered=result.hops_covered,
-    )
+def _all_of(search: TuningSearch) -> list[Candidate]:
+    """List the candidates that were compiled, and then those that were only estimated."""
+    compiled = {one.stage for one in search.tried}
+    return [*search.tried, *(c for c in search.estimated.values() if c.stage not in compiled)]
 
 
-def _looked_at(one: TuningCandidate) -> Attempt:
-    """Return a plan's record of a candidate that was estimated and not compiled."""
-    if one.step_s is None:
-        return Attempt(name=one.name, why="could not be rewritten")
-    why = f"about {one.step_s * 1e3:.4g} ms before it is compiled: left at that"
-    return Attempt(name=one.name, why=why)
+def _row(one: Candidate, best: Candidate) -> Proposed:
+    """Return a plan's record of a candidate."""
+    answer = one.evaluation
+    why_not = "" if one is best else outcome(one, best)
+    if answer.by == "estimate":
+        why_not = "could not be rewritten"
+        if answer.step_s is not None:
+            why_not = f"about {answer.step_s * 1e3:.4g} ms before it is compiled: left at that"
+    times = answer.times and msgspec.structs.replace(answer.times, waited=())
+    answer = msgspec.structs.replace(answer, times=times)
+    return Proposed(stage=one.stage, evaluation=answer, why_not=why_not)
 
 
 # -- by simulation --------------------------------------------------------------------------------
 
 
-def _plan_of(best: Tried, tried: Sequence[Tried]) -> Plan:
+def _plan_of(best: Candidate, tried: Sequence[Candidate]) -> Plan:
     if best.plan is not None:
         return best.plan
-    rules = next(t.plan for t in tried if t.candidate.name == RULES)
-    if rules is None:
-        raise ValueError(f"the step is not rewritten: {tried[1].result}; there is nothing to tune")
-    return rules.left_alone()
+    rules = next(one for one in tried if one.stage == RULES)
+    if rules.plan is None:
+        why = rules.evaluation.refusal
+        raise ValueError(f"the step is not rewritten: {why}; there is nothing to tune")
+    return rules.plan.left_alone()
 
 
-def _predicted(plan: Plan, chosen: CoTuned, best: Tried, plain: Tried) -> Plan:
+def _predicted(plan: Plan, chosen: CoTuned, best: Candidate, plain: Candidate) -> Plan:
     """Return the plan with its channels and its predictions by simulation."""
-    assert isinstance(best.result, Trial)
-    step, reference = chosen.step, plain.result
+    step, reference = chosen.step, plain.evaluation
     predictions = Predictions(
         step_s=step.step_s,
         compute_s=step.compute_s,
         communication_s=step.communication_s,
         exposed_s=step.exposed_s,
         bound_s=step.bound_s,
-        peak_bytes=best.result.peak_bytes,
-        plain_step_s=reference.step_s if isinstance(reference, Trial) else None,
-        plain_peak_bytes=reference.peak_bytes if isinstance(reference, Trial) else None,
+        peak_bytes=best.evaluation.peak_bytes,
+        plain_step_s=None if reference.refusal else reference.step_s,
+        plain_peak_bytes=None if reference.refusal else reference.peak_bytes,
     )
     return msgspec.structs.replace(plan, predictions=predictions, nccl=Nccl(channels=chosen.rows))
 
@@ -223,103 +214,90 @@ def _predicted(plan: Plan, chosen: CoTuned, best: Tried, plain: Tried) -> Plan:
 # -- by the clock ---------------------------------------------------------------------------------
 
 
-def _without_a_model(target: TuningTarget) -> list[TuningCandidate]:
+def _without_a_model(target: TuningTarget) -> list[Candidate]:
     """List the candidates to time without a cost model: seeds, and one variant for all rings."""
-    _, rules = target.compiled(target.base)
-    assert rules is not None
-    return [
-        TuningCandidate(PLAIN, None),
-        TuningCandidate(RULES, target.base),
-        *seeds(target.base, rules),
-        *ways(target.base),
-    ]
+    rules = target.decide(RULES, target.base)
+    assert rules.plan is not None
+    others = [*seeds(target.base, rules.plan, target.decide), *ways(target.base, target.decide)]
+    return [Candidate(PLAIN, ()), rules, *(one for one in others if one.plan is not None)]
 
 
-def _corrected(
-    target: TuningTarget, search: Search, tried: Sequence[Attempt], console: Console
-) -> Plan:
+def _corrected(target: TuningTarget, search: TuningSearch, console: Console) -> Plan:
     """Find the plan that is fastest by the clock, among those the corrected simulation prefers.
 
     The step as it is, the rules and the fastest few are timed. That corrects the simulation; where
     it then predicts others to be faster than the best so far, all are timed in turns again.
     """
-    simulated = {t.candidate.name: t.result for t in search.tried if isinstance(t.result, Trial)}
-    candidates = {t.candidate.name: t.candidate for t in search.tried}
-    plain, rules, *others = candidates
-    fastest = sorted(simulated.keys() & others, key=lambda n: (simulated[n].step_s, n))
+    plain, rules, *others = search.tried
+    fastest = [c for c in ranked(others, math.inf) if c.evaluation.times]
     chosen, steps = [plain, rules, *fastest[:_TIMED]], _Steps(target, console)
     while True:
-        timed = steps.time([candidates[name] for name in chosen])
-        known = [(simulated[n], t.seconds) for n, t in timed.items() if n in simulated]
+        timed = steps.time(chosen)
+        known = [(c.evaluation.times, c.seconds) for c in timed if c.evaluation.times]
         factors = correction(known) if known else None
-        best_s = min(t.seconds for t in timed.values())
-        said = {n: factors.step_s(simulated[n]) for n in fastest if factors and n not in timed}
-        more = sorted((n for n in said if said[n] < best_s), key=lambda n: (said[n], n))
+        more = [c for c in fastest if c not in chosen] if factors else []
+        if factors:
+            corrected = [_measured(c, factors.step_s(c.evaluation.simulated)) for c in more]
+            best = ranked(timed, math.inf)[0]
+            better = {c.stage for c in corrected if gains(c.seconds, best.seconds, 0)}
+            more = [c for c in ranked(corrected, math.inf) if c.stage in better]
         if not more or len(chosen) >= _MOST_TIMED:
-            return _report(timed, tried, factors)
-        chosen += more[: _MOST_TIMED - len(chosen)]
+            return _report(timed, _all_of(search), factors)
+        names = [c.stage for c in more[: _MOST_TIMED - len(chosen)]]
+        chosen += [c for name in names for c in fastest if c.stage == name]
 
 
-@dataclass(frozen=True)
-class _Timed:
-    """A candidate's measured seconds, and its plan."""
-
-    seconds: float
-    plan: Plan | None
+def _measured(candidate: Candidate, seconds: float) -> Candidate:
+    """Return a candidate with seconds by the clock, next to its simulated times."""
+    answer = candidate.evaluation
+    answer = msgspec.structs.replace(answer, step_s=seconds, refusal="", by="measured")
+    return replace(candidate, evaluation=answer)
 
 
 class _Steps:
     """Candidates that are compiled here, each once."""
 
     def __init__(self, target: TuningTarget, console: Console):
-        self._subject, self._console = target, console
+        self._target, self._console = target, console
         self._made: dict[str, tuple[Callable[..., Any], Plan | None]] = {}
 
-    def time(self, candidates: Sequence[TuningCandidate]) -> dict[str, _Timed]:
-        """Time all candidates in turns."""
-        target = self._subject
+    def time(self, candidates: Sequence[Candidate]) -> list[Candidate]:
+        """Time all candidates in turns; return each with its seconds, and its plan as followed."""
+        call = self._target.call
         with self._console.status(f"timing {len(candidates)} candidates"):
-            for c in candidates:
-                if c.name not in self._made:
-                    self._made[c.name] = target.compiled(c.source)
-            steps = [self._made[c.name] for c in candidates]
-            seconds = clock.medians_s([run for run, _ in steps], target.args, target.kwargs)
-        return {
-            c.name: _Timed(s, plan)
-            for c, s, (_, plan) in zip(candidates, seconds, steps, strict=True)
-        }
+            for one in candidates:
+                if one.stage not in self._made:
+                    self._made[one.stage] = self._target.compiled(one)
+            made = [self._made[one.stage] for one in candidates]
+            seconds = clock.medians_s([run for run, _ in made], call.args, call.kwargs)
+        timed = zip(candidates, seconds, made, strict=True)
+        return [replace(_measured(one, s), plan=plan) for one, s, (_, plan) in timed]
 
 
 def _report(
-    timed: Mapping[str, _Timed],
-    tried: Sequence[Attempt],
-    factors: Correction | None,
+    timed: Sequence[Candidate], tried: Sequence[Candidate], factors: Correction | None
 ) -> Plan:
     """Return the plan of the fastest candidate, with what was measured.
 
     Args:
-        timed: the timed candidates by name, the step as it is and the rules among them.
-        tried: all candidates to report on, the timed ones among them.
+        timed: the timed candidates, the step as it is and the rules first.
+        tried: all candidates to report on.
         factors: how far the simulation was off, if there was one.
     """
-    best = min(timed, key=lambda name: timed[name].seconds)
-    plan, rules = timed[best].plan, timed[RULES].plan
+    best, (plain, rules) = ranked(timed, math.inf)[0], timed[:2]
+    plan = best.plan
     if plan is None:
-        assert rules is not None
-        plan = rules.left_alone()
+        assert rules.plan is not None
+        plan = rules.plan.left_alone()
     devices = jax.devices()
     measured = Measured(
-        step_s=timed[best].seconds,
-        plain_step_s=timed[PLAIN].seconds,
+        step_s=best.seconds,
+        plain_step_s=plain.seconds,
         runs=clock.REPEATS,
         devices=f"{len(devices)} x {devices[0].device_kind}",
         compute_factor=factors and factors.compute,
         exposed_factor=factors and factors.exposed,
     )
-    reported = tuple(
-        msgspec.structs.replace(
-            a, measured_s=timed[a.name].seconds if a.name in timed else None, taken=a.name == best
-        )
-        for a in tried
-    )
-    return msgspec.structs.replace(plan, measured=measured, tried=reported)
+    by_clock = {one.stage: one for one in timed}
+    rows = tuple(_row(by_clock.get(one.stage, one), best) for one in tried)
+    return msgspec.structs.replace(plan, measured=measured, trail=rows)

@@ -5,6 +5,8 @@ from __future__ import annotations
 import warnings
 from collections.abc import Mapping
 from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import jax
@@ -18,19 +20,25 @@ from jax.sharding import PartitionSpec as P
 import jaxoverlap
 from jaxoverlap.cost.find import cost_model
 from jaxoverlap.cost.groups import Group
+from jaxoverlap.flags.published import COMPARED
 from jaxoverlap.flags.required import MOST_GATHERED
 from jaxoverlap.plan.edits import ShareViews
+from jaxoverlap.plan.evaluation import Evaluation, Times
 from jaxoverlap.plan.halves import Halves
 from jaxoverlap.plan.plan import Decision, Plan, Predictions
 from jaxoverlap.plan.price import Price
 from jaxoverlap.plan.speedup import Speedup
+from jaxoverlap.search import compiled as compiled_stage
 from jaxoverlap.search import never_slower
+from jaxoverlap.search.candidate import Candidate
+from jaxoverlap.search.compiled import Compiler, writable
 from jaxoverlap.search.joining import SCATTERS, joining
-from jaxoverlap.search.never_slower import Comparison, CompiledStep, Unsimulated, choose, predicted
+from jaxoverlap.search.never_slower import NeverSlower, predicted
+from jaxoverlap.search.search import search_compiled
 from jaxoverlap.simulation.slower_rules import lost
 from jaxoverlap.simulation.timeline import Event, Timeline
 from jaxoverlap.step import trial
-from jaxoverlap.step.trial import Failure, Trial
+from jaxoverlap.step.trial import refused
 from tests.support.megatron import megatron
 from tests.support.pods import pytestmark as pods
 
@@ -46,9 +54,17 @@ ENTRY %main (x: f32[]) -> f32[] {
 
 def made(
     step_s: float, gigabytes: float = 10, loops: int = 0, compute_s: float = 1e9
-) -> CompiledStep:
+) -> Evaluation:
     """A compiled step; of the plain one with nothing left to gain, unless `compute_s` says so."""
-    return CompiledStep(step_s, round(gigabytes * GB), loops, lambda: NOTHING, compute_s)
+    parts = dict.fromkeys(("communication_s", "exposed_s", "bound_s"), 0.0)
+    unknown = {"while without a known trip count": loops} if loops else {}
+    times = Times(step_s=step_s, compute_s=compute_s, unknown=unknown, **parts)
+    size = round(gigabytes * GB)
+    return Evaluation(step_s=step_s, peak_bytes=size, by="compiled", times=times)
+
+
+def unsimulated(why: str) -> Evaluation:
+    return Evaluation(peak_bytes=GB, refusal=why, by="compiled")
 
 
 def plan_of(*decisions: Decision) -> Plan:
@@ -70,38 +86,63 @@ def ring(site: int, source: str, kind: str = "all_gather_matmul", ring: int | No
     )
 
 
-def chosen(
-    plain: CompiledStep | Failure,
-    rings: CompiledStep | Failure,
-    reordered: CompiledStep | Failure | None = None,
-) -> Speedup:
-    """Choose on an H100's 84.9 GB; `reordered` is only there if it may be asked for.
+def comparison(
+    answers: Mapping[str, Any], plan: Plan | None = None, *, reorders: bool = True
+) -> NeverSlower:
+    """Return a comparison whose candidates are those that there are answers for."""
+    plan = plan or plan_of()
+    names = (*answers, *{"overlapped", "plain", "reordered", *COMPARED}.difference(answers))
+    return NeverSlower(
+        {name: Candidate.planned(name, plan) for name in names}, cost_model(POD), reorders=reorders
+    )
 
-    Whether it is compiled at once or only where the overlapped step loses makes no difference.
+
+def chosen(
+    answers: Mapping[str, Any],
+    plan: Plan | None = None,
+    *,
+    reorders: bool = True,
+    joined: Any = lambda one: None,
+) -> Speedup:
+    """Choose on an H100's 84.9 GB by such answers; what has none is not to be compiled.
+
+    Args:
+        answers: the answers by name.
+        plan: the plan of the overlapped step.
+        reorders: whether the original step may be reordered.
+        joined: answers for a candidate with options that join its collectives.
     """
 
-    def compiled(candidate: str) -> CompiledStep | Failure:
-        assert candidate == "reordered" and reordered is not None
-        return reordered
+    def compiled(batch: Any) -> list[Candidate]:
+        return [
+            replace(
+                one,
+                evaluation=answers[one.stage] if one.parent is None else joined(one),
+                text=lambda: NOTHING,
+            )
+            for one in batch
+        ]
 
-    comparison: Any = Comparison(
-        "step", plan_of(), cost_model(POD), reordered is not None, (), None, None
-    )  # type: ignore[arg-type]
+    compare = comparison(answers, plan, reorders=reorders)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(never_slower, "_lost", lambda *_: "")
-        late = choose(comparison, {"plain": plain}, rings, compiled, None)
-        if reordered is None or late.taken == "overlapped":
-            return late
-        assert (
-            choose(comparison, {"plain": plain, "reordered": reordered}, rings, compiled, None)
-            == late
-        )
-        return late
+        patch.setattr(NeverSlower, "_lost", lambda *_: "")
+        return compare.speedup(search_compiled(compare.stages, compiled))
+
+
+def among(plain: Any, rings: Any, reordered: Any = None) -> Speedup:
+    """Choose among two or three; whether the third is compiled at once makes no difference."""
+    answers = {"overlapped": rings, "plain": plain}
+    late = chosen(answers | {"reordered": reordered}, reorders=reordered is not None)
+    if reordered is not None and late.taken != "overlapped":
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(NeverSlower, "is_close", True)
+            assert chosen(answers | {"reordered": reordered}) == late
+    return late
 
 
 # -- the choice -----------------------------------------------------------------------------------
 
-NO = Failure(why="SIGABRT: the check")
+NO = refused("SIGABRT: the check")
 CHOICES = {
     "rings are faster": (made(2), made(1), None, "overlapped", 1),
     "as fast": (made(1), made(1), None, "overlapped", 1),
@@ -115,7 +156,7 @@ CHOICES = {
     "plain is too large": (made(1, 90), made(2, 70), None, "overlapped", 2),
     "both are too large": (made(2, 90), made(1, 91), None, "overlapped", 1),
     "rings do not compile": (made(2), NO, made(1), "reordered", 1),
-    "rings cannot be simulated": (made(1), Unsimulated("odd"), None, "overlapped", None),
+    "rings cannot be simulated": (made(1), unsimulated("odd"), None, "overlapped", None),
     "neither compiles": (NO, NO, None, "overlapped", None),
     "loops of both turn unknown times": (made(1, loops=1), made(2, loops=1), None, "plain", 1),
 }
@@ -125,19 +166,18 @@ CHOICES = {
     ("plain", "rings", "other", "taken", "step_s"), CHOICES.values(), ids=CHOICES
 )
 def test_the_fastest_that_fits_is_taken(plain, rings, other, taken: str, step_s: float | None):
-    speedup = chosen(plain, rings, other)
+    speedup = among(plain, rings, other)
     assert (speedup.taken, speedup.step_s) == (taken, step_s)
-    if isinstance(plain, CompiledStep) and step_s:
+    if not plain.refusal and step_s:
         assert speedup.plain_s == plain.step_s
 
 
 def test_the_scheduler_pass_alone_is_taken_where_it_beats_a_step_that_beats_plain():
     """As in a contrastive step whose parts are joined for the softmax over the global batch."""
-    comparison: Any = Comparison("step", plan_of(), cost_model(POD), True, (), None, None)  # type: ignore[arg-type]
+    answers = {"overlapped": made(0.0474), "plain": made(0.0477), "reordered": made(0.0415)}
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(never_slower, "_lost", lambda *_: "")
-        others: Any = {"plain": made(0.0477), "reordered": made(0.0415)}
-        speedup = choose(comparison, others, made(0.0474), None, None)  # type: ignore[arg-type]
+        patch.setattr(NeverSlower, "is_close", True)
+        speedup = chosen(answers)
     assert (speedup.taken, speedup.step_s) == ("reordered", 0.0415)
     assert str(speedup) == (
         "plain 47.7 ms -> scheduler pass alone 41.5 ms, 1.15 x (overlapped 47.4 ms)"
@@ -161,23 +201,18 @@ JOINED = ({"gathers": "2"}, {"gathers": "4"})
 def test_collectives_are_joined_where_that_is_faster(rings, joined_s, taken, joined):
     """On top of the fastest candidate so far; published options are slower here."""
 
-    def in_child(candidate, more):
-        assert joined_s is not None, "nothing is exposed"
-        if not more:
-            return made(8, compute_s=1)
-        assert candidate == taken
-        return made(joined_s[JOINED.index(more)], compute_s=1)
+    def of_joined(one: Candidate) -> Evaluation:
+        assert joined_s is not None and one.stage == taken and one.plan is not None
+        return made(joined_s[JOINED.index(dict(one.plan.xla_options))], compute_s=1)
 
-    comparison: Any = Comparison("step", plan_of(), cost_model(POD), True, (), None, None)  # type: ignore[arg-type]
-    others: Any = {"plain": made(5, compute_s=1), "reordered": made(4, compute_s=1)}
+    options = dict.fromkeys(COMPARED, made(8, compute_s=1)) if joined_s else {}
+    both = {"plain": made(5, compute_s=1), "reordered": made(4, compute_s=1)}
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(never_slower, "_lost", lambda *_: "")
+        patch.setattr(NeverSlower, "is_close", True)
         patch.setattr(never_slower, "joining", lambda text, cost: JOINED)
-        speedup = choose(comparison, others, rings, None, in_child)  # type: ignore[arg-type]
+        speedup = chosen({"overlapped": rings, **both, **options}, joined=of_joined)
     assert (speedup.taken, speedup.joined) == (taken, joined)
     assert ("collectives joined" in str(speedup)) == bool(joined)
-    plan = never_slower.with_joined(plan_of(), speedup)
-    assert plan is not None and plan.xla_options == joined
 
 
 GATHER = (
@@ -221,9 +256,8 @@ def test_the_other_batch_split_is_taken_where_it_is_faster(cut: bool, said: str)
     why_not = "" if cut else "the step is faster with whole rows"
     halves = Halves(parts=2, whole_s=0.067, step_s=0.069, why_not=why_not)
     plan = msgspec.structs.replace(plan_of(), halves=halves)
-    comparison = Comparison("step", plan, cost_model(POD), True, (), None, None)  # type: ignore[arg-type]
-    others: Any = {"plain": made(0.197), "other rows": made(0.0673)}
-    speedup = choose(comparison, others, made(0.0689), None, None)  # type: ignore[arg-type]
+    answers = {"overlapped": made(0.0689), "plain": made(0.197), "other rows": made(0.0673)}
+    speedup = chosen(answers, plan)
     assert speedup.taken == "other rows" and speedup.is_overlapped
     assert str(speedup) == said
 
@@ -234,9 +268,8 @@ def test_the_other_batch_split_is_taken_where_it_is_faster(cut: bool, said: str)
 def test_the_other_unrolling_is_taken_where_it_is_faster(unroll: int, said: str):
     halves = Halves(parts=2, whole_s=0.09, step_s=0.069, unroll=unroll)
     plan = msgspec.structs.replace(plan_of(), halves=halves)
-    comparison: Any = Comparison("step", plan, cost_model(POD), True, (), None, None)  # type: ignore[arg-type]
-    others: Any = {"plain": made(0.197), "other loops": made(0.0673)}
-    speedup = choose(comparison, others, made(0.0689), None, None)  # type: ignore[arg-type]
+    answers = {"overlapped": made(0.0689), "plain": made(0.197), "other loops": made(0.0673)}
+    speedup = chosen(answers, plan)
     assert speedup.taken == "other loops" and speedup.is_overlapped
     assert said in str(speedup)
 
@@ -252,19 +285,14 @@ def test_the_other_unrolling_is_taken_where_it_is_faster(unroll: int, said: str)
 def test_published_options_are_compiled_where_something_is_left_to_gain(
     o1_s: float, recipes_s: float, taken: str, said: str
 ):
-    comparison: Any = Comparison("step", plan_of(), cost_model(POD), True, (), None, None)  # type: ignore[arg-type]
-    published: Any = {"O1": made(o1_s), "gpu-recipes": made(recipes_s)}
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(never_slower, "_lost", lambda *_: "")
-        plain: Any = {"plain": made(0.49, compute_s=0.33)}
-        speedup = choose(comparison, plain, made(0.391), None, published.get)  # type: ignore[arg-type]
+    both = {"overlapped": made(0.391), "plain": made(0.49, compute_s=0.33)}
+    speedup = chosen({**both, "O1": made(o1_s), "gpu-recipes": made(recipes_s)})
     assert speedup.taken == taken and said in str(speedup)
 
 
 def test_published_options_are_not_compiled_where_kernels_are_all_that_is_left():
-    comparison: Any = Comparison("step", plan_of(), cost_model(POD), True, (), None, None)  # type: ignore[arg-type]
-    plain: Any = {"plain": made(0.49, compute_s=0.33)}
-    assert choose(comparison, plain, made(0.339), None, None).taken == "overlapped"  # type: ignore[arg-type]
+    both = {"overlapped": made(0.339), "plain": made(0.49, compute_s=0.33)}
+    assert chosen(both).taken == "overlapped"
 
 
 @pytest.mark.parametrize(
@@ -285,8 +313,7 @@ def test_the_scheduler_pass_alone_is_compiled_where_it_may_be_as_fast(
     plan = plan_of(ring(0, "a.py:1")) if changes else plan_of()
     edits = (ShareViews(),) if changes else ()
     plan = msgspec.structs.replace(plan, price=price, edits=edits)
-    comparison = Comparison("step", plan, cost_model(POD), reorders, (), None, None)  # type: ignore[arg-type]
-    assert comparison.is_close == close
+    assert comparison({}, plan, reorders=reorders).is_close == close
 
 
 @pytest.mark.parametrize(
@@ -295,14 +322,14 @@ def test_the_scheduler_pass_alone_is_compiled_where_it_may_be_as_fast(
         (NO, made(1), "plain was not compiled: SIGABRT: the check"),
         (
             made(1),
-            Unsimulated("a collective is never waited for"),
+            unsimulated("a collective is never waited for"),
             "not compared with plain: a coll",
         ),
         (made(1), made(2, loops=1), "plain was not compared: XLA says of only one of the two"),
     ],
 )
 def test_what_cannot_be_compared_keeps_its_rings_and_says_so(plain, rings, why: str):
-    speedup = chosen(plain, rings)
+    speedup = among(plain, rings)
     assert speedup.taken == "overlapped" and speedup.plain_s is None
     assert speedup.why.startswith(why) and why in str(speedup)
 
@@ -310,17 +337,17 @@ def test_what_cannot_be_compared_keeps_its_rings_and_says_so(plain, rings, why: 
 # -- what is said ---------------------------------------------------------------------------------
 
 SAID = {
-    "plain 10.2 ms -> overlapped 9.4 ms, 1.09 x": chosen(made(0.0102), made(0.0094)),
-    "plain 10.2 ms -> scheduler pass alone 9.9 ms, 1.03 x (overlapped 12.1 ms)": chosen(
+    "plain 10.2 ms -> overlapped 9.4 ms, 1.09 x": among(made(0.0102), made(0.0094)),
+    "plain 10.2 ms -> scheduler pass alone 9.9 ms, 1.03 x (overlapped 12.1 ms)": among(
         made(0.0102), made(0.0121), made(0.0099)
     ),
-    "plain 10.2 ms -> as it is 10.2 ms, 1.00 x (overlapped 9.4 ms and 90.0 GB of a device's 84.9 GB)": chosen(
+    "plain 10.2 ms -> as it is 10.2 ms, 1.00 x (overlapped 9.4 ms and 90.0 GB of a device's 84.9 GB)": among(
         made(0.0102), made(0.0094, 90)
     ),
-    "plain 0.5 ms -> overlapped 0.25 ms, 2.00 x": chosen(made(0.0005), made(0.00025)),
-    "overlapped 9.4 ms (plain was not compiled: SIGABRT: the check)": chosen(NO, made(0.0094)),
-    "overlapped (plain was not compiled: SIGABRT: the check)": chosen(NO, NO),
-    "plain 10.2 ms -> as it is 10.2 ms, 1.00 x (overlapped it does not compile: SIGABRT: the check)": chosen(
+    "plain 0.5 ms -> overlapped 0.25 ms, 2.00 x": among(made(0.0005), made(0.00025)),
+    "overlapped 9.4 ms (plain was not compiled: SIGABRT: the check)": among(NO, made(0.0094)),
+    "overlapped (plain was not compiled: SIGABRT: the check)": among(NO, NO),
+    "plain 10.2 ms -> as it is 10.2 ms, 1.00 x (overlapped it does not compile: SIGABRT: the check)": among(
         made(0.0102), NO
     ),
 }  # fmt: skip
@@ -334,7 +361,7 @@ def test_one_sentence(said: str, speedup: Speedup):
 
 def test_the_warning_names_what_lost():
     speedup = msgspec.structs.replace(
-        chosen(made(0.0102), made(0.0121), made(0.0099)), lost="12 rings (+1.9 ms of compute)"
+        among(made(0.0102), made(0.0121), made(0.0099)), lost="12 rings (+1.9 ms of compute)"
     )
     assert speedup.warning("train_step") == (
         "train_step runs with the scheduler pass alone, which takes 9.9 ms by simulation (plain "
@@ -406,49 +433,34 @@ def test_overlap_refuses_what_is_neither():
 
 
 def test_what_a_child_finds_is_kept_where_it_can_be(monkeypatch, tmp_path):
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    where: list[Any] = []
-    result = Trial(
-        step_s=1.0, compute_s=1.0, communication_s=0.0, exposed_s=0.0, bound_s=1.0,
-        peak_bytes=7, hops=0, hops_covered=0, waited=(),
-        unknown={"while without a known trip count": 3, "my_kernel": 1},
-    )  # fmt: skip
+    kept = tmp_path / "cache" / "trials"
+    assert writable(kept) == kept and kept.is_dir()
+    other = writable(Path("/proc/none"))
+    assert other.is_dir() and "jaxoverlap-" in other.name
 
-    def attempted(request, kept, timeout_s):
-        where.append(kept)
-        if len(where) == 3:
-            raise OSError("no space left")
-        return result
 
-    monkeypatch.setattr(never_slower, "attempt", attempted)
-    request: Any = None
-    compiled = never_slower._attempt(request)
-    assert isinstance(compiled, CompiledStep)
-    assert (compiled.step_s, compiled.peak_bytes, compiled.loops) == (1.0, 7, 3)
-    assert where[0] == tmp_path / "cache" / "jaxoverlap" / "trials" and where[0].is_dir()
-    monkeypatch.setenv("XDG_CACHE_HOME", "/proc/none")
-    never_slower._attempt(request)
-    assert where[1].is_dir() and "jaxoverlap-" in where[1].name
-    assert never_slower._attempt(request) == Failure(why="OSError: no space left", again=True)
+def test_a_child_that_cannot_be_started_is_an_answer(monkeypatch, tmp_path):
+    def attempted(*_):
+        raise OSError("no space left")
+
+    monkeypatch.setattr(compiled_stage, "attempt", attempted)
+    lower: Any = lambda one: (SimpleNamespace(key="k"), one.plan)  # noqa: E731
+    (answer,) = Compiler(lower, tmp_path, 60).evaluated([Candidate.planned("a", plan_of())])
+    assert answer.evaluation == refused("OSError: no space left", again=True)
 
 
 def test_a_result_without_its_schedule_is_tried_again(monkeypatch, tmp_path):
     """A loss is explained from the schedule, so a result without one is of no use."""
     job = trial.jobs.Job(b"", b"", "cpu", (0,))
     request = trial.Request(job, cost_model(POD), None)
-    result = dict.fromkeys(("step_s", "compute_s", "communication_s", "exposed_s", "bound_s"), 1.0)
-    known = Trial(**result, peak_bytes=1, hops=0, hops_covered=0, waited=())
+    known = made(1.0)
     (tmp_path / f"{request.key}.json").write_bytes(msgspec.json.encode(known))
-    anew = replace_trial(known, step_s=2.0)
+    anew = made(2.0)
     monkeypatch.setattr(trial, "_in_child", lambda *_: anew)
     assert trial.attempt(request, tmp_path, 60) == anew
     (tmp_path / f"{request.key}.hlo.gz").write_bytes(b"")
     monkeypatch.setattr(trial, "_in_child", None)
     assert trial.attempt(request, tmp_path, 60) == anew
-
-
-def replace_trial(known: Trial, **changes: Any) -> Trial:
-    return msgspec.structs.replace(known, **changes)
 
 
 # -- on GPUs that are here: CPU devices that pass for some --------------------------------------------
@@ -475,20 +487,20 @@ def on_gpus(function: Any = product, **options: Any) -> jaxoverlap.Overlapped:
 
 
 @pytest.fixture
-def children(monkeypatch) -> tuple[dict[str, CompiledStep | Failure], list[str]]:
+def children(monkeypatch) -> tuple[dict[str, Evaluation], list[str]]:
     """Stand in for children: return their seconds, to be filled in, and what they compiled."""
-    by_way: dict[str, CompiledStep | Failure] = {}
+    by_way: dict[str, Evaluation] = {}
     asked: list[str] = []
 
-    def attempted(request: trial.Request) -> CompiledStep | Failure:
+    def attempted(request: trial.Request, *_: Any) -> Evaluation:
         candidate = "overlapped" if b"permute" in request.job.module else "plain"
         asked.append(candidate)
         return by_way[candidate]
 
     monkeypatch.setattr("jaxoverlap.step.program.is_gpu", lambda mesh: True)
     monkeypatch.setattr("jaxoverlap.hardware.pods.compiler_options", dict)
-    monkeypatch.setattr(never_slower, "_attempt", attempted)
-    monkeypatch.setattr(never_slower, "_lost", lambda *_: "1 ring")
+    monkeypatch.setattr(compiled_stage, "attempt", attempted)
+    monkeypatch.setattr(NeverSlower, "_lost", lambda *_: "1 ring")
     return by_way, asked
 
 
@@ -553,7 +565,7 @@ def test_nothing_is_compared_where_that_is_not_wanted(children):
 
 def test_a_program_that_xla_refuses_is_not_taken(children):
     by_way, _ = children
-    by_way |= dict(plain=made(1), overlapped=Failure(why="INTERNAL: no layout"))
+    by_way |= dict(plain=made(1), overlapped=refused("INTERNAL: no layout"))
     with pytest.warns(UserWarning, match="overlapped it does not compile: INTERNAL: no layout"):
         got = on_gpus()(X, W)
     np.testing.assert_array_equal(got, X @ W)
