@@ -33,7 +33,7 @@ from benchmarks.pods.suite import STEPS as SUITE
 from jaxoverlap._jax import partitioner
 from jaxoverlap.cli.targets.plain import build as build_mlp
 from jaxoverlap.hardware.pods import compiler_options
-from jaxoverlap.search import never_slower, search
+from jaxoverlap.search import choice, compiled, search
 
 CHILD_S = 1200
 COLUMNS = (
@@ -81,7 +81,7 @@ def measured(case: str) -> Row:
         lower(built.function, built.args).compile(compiler_options=compiler_options())
         plain_s = time.perf_counter() - began
         counts.clear()
-        with mock.patch.object(never_slower, "kept_folder", lambda: Path(kept)):
+        with mock.patch.object(choice, "kept_folder", lambda: Path(kept)):
             began = time.perf_counter()
             lowered = lower(jaxoverlap.overlap(built.function), built.args)
             decided_s = time.perf_counter() - began
@@ -122,7 +122,7 @@ def counted() -> Iterator[Counter[str]]:
 
     with (
         mock.patch.object(partitioner, "_partitioned", partitions),
-        mock.patch.object(never_slower, "_attempt", counting("children", never_slower._attempt)),
+        mock.patch.object(compiled, "attempt", counting("children", compiled.attempt)),
         mock.patch.object(search, "_through", timed),
     ):
         yield counts

@@ -20,14 +20,12 @@ class Proposed(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         edits: the kinds of edits that were proposed, each with their number; empty for a compiled
             one.
         evaluation: the answer about the step with them.
-        measured_s: seconds of a step on the devices that were there; None if it was not timed.
         why_not: why it was not taken; empty if it was.
     """
 
     stage: str
     edits: str = ""
     evaluation: Evaluation = Evaluation()
-    measured_s: float | None = None
     why_not: str = ""
 
     @property

@@ -17,7 +17,9 @@ from jaxoverlap.cli.differences import differences
 from jaxoverlap.cli.tune import conditions
 from jaxoverlap.flags import FLAGS
 from jaxoverlap.flags.nccl_tuner import ChannelRow, tuner_csv
-from jaxoverlap.plan.plan import Attempt, Plan, Reason, Skip
+from jaxoverlap.plan.evaluation import Evaluation, Times
+from jaxoverlap.plan.plan import Plan, Reason, Skip
+from jaxoverlap.plan.trail import Proposed
 from tests.support import build_step
 from tests.support.command import python, run, run_json
 from tests.support.plans import TUNED
@@ -50,9 +52,9 @@ class TestPods:
         assert done.exit_code == int(plan.plain), done.output
         assert plan.summary in done.stdout
         assert f"written to {folder}/mine.json" in done.stdout
-        assert [a.name for a in plan.tried] == ["plain", "rules"]
-        for attempt in plan.tried:
-            assert f"{attempt.step_s * 1e3:.1f}" in done.stderr
+        assert [row.stage for row in plan.tried] == ["plain", "rules"]
+        for row in plan.tried:
+            assert f"{row.evaluation.step_s * 1e3:.1f}" in done.stderr
 
     def test_processes_of_a_host_are_part_of_the_plan(self, tmp_path):
         where = ("--out", str(tmp_path / "plan.json"), "--cache", str(tmp_path))
@@ -61,7 +63,7 @@ class TestPods:
         CliRunner().invoke(app, command)
         plan = Plan.read(tmp_path / "plan.json")
         assert plan.made_for.cluster == "h100-sxm:1x4/4"
-        (rules,) = (a for a in plan.tried if a.name == "rules")
+        (rules,) = (row.evaluation for row in plan.tried if row.stage == "rules")
         mesh = jaxoverlap.pod_mesh("h100-sxm:1x4/4", {"tp": 4})
         step, args = build_step.build(mesh)
         compiled = jaxoverlap.overlap(step, never_slower=False).lower(*args).compile()
@@ -70,9 +72,9 @@ class TestPods:
     def test_the_one_taken_is_the_fastest_and_the_plans_own(self, tuned):
         plan = Plan.read(tuned[1] / "mine.json")
         (taken,) = (a for a in plan.tried if a.taken)
-        assert taken.step_s == min(a.step_s for a in plan.tried if a.step_s is not None)
-        assert plan.plain == (taken.name == "plain")
-        assert not plan.nccl.channels and plan.predictions.step_s == taken.step_s
+        assert taken.evaluation.step_s == min(row.evaluation.seconds for row in plan.tried)
+        assert plan.plain == (taken.stage == "plain")
+        assert not plan.nccl.channels and plan.predictions.step_s == taken.evaluation.step_s
 
     def test_as_json_from_the_cache(self, tuned, monkeypatch):
         """The second time nothing is tried, and the first time's table is shown."""
@@ -96,7 +98,7 @@ class TestPods:
         assert Plan.read(folder / "again.json") == plan
         assert printed["plan"] == f"{folder}/again.json"
         assert printed["predictions"] == msgspec.to_builtins(plan.predictions)
-        assert printed["tried"] == list(msgspec.to_builtins(plan.tried))
+        assert printed["tried"] == json.loads(msgspec.json.encode(plan.tried))
 
     def test_the_file_is_followed(self, tuned):
         step, args = build_step.build(jaxoverlap.pod_mesh("h100-sxm:1x8", {"tp": 8}))
@@ -111,7 +113,9 @@ def test_by_the_clock_where_nothing_is_known(tmp_path: Path):
     plan = Plan.read(tmp_path / "plan.json")
     assert done.exit_code == int(plan.plain), done.output
     assert plan.made_for and plan.made_for.cluster is None and plan.predictions is None
-    assert plan.measured.step_s == min(a.measured_s for a in plan.tried)
+    assert plan.measured.step_s == min(
+        row.evaluation.step_s for row in plan.tried if row.evaluation.by == "measured"
+    )
     assert "measured ms" in done.stderr and "Measured: " in done.stdout
 
 
@@ -142,11 +146,18 @@ def test_what_tune_refuses(arguments: tuple[str, ...], says: str):
 
 # -- plan show --------------------------------------------------------------------------------------
 
+
+def compiled(step_s: float) -> Evaluation:
+    times = Times(step_s=step_s, compute_s=0.7, communication_s=0.3, exposed_s=0.2, bound_s=0.7)
+    return Evaluation(step_s=step_s, peak_bytes=9_100_000_000, by="compiled", times=times)
+
+
+FELL = "SIGABRT: F0000 it fell over"
 TRIED = (
-    Attempt(name="plain", step_s=0.9073, compute_s=0.7, exposed_s=0.2, peak_bytes=9_100_000_000),
-    Attempt(name="all rings", why="SIGABRT: F0000 it fell over"),
+    Proposed(stage="plain", evaluation=compiled(0.9073)),
+    Proposed(stage="all rings", evaluation=Evaluation(refusal=FELL, by="compiled"), why_not=FELL),
 )
-FULL = msgspec.structs.replace(TUNED, tried=TRIED)
+FULL = msgspec.structs.replace(TUNED, trail=TRIED)
 
 
 @pytest.fixture
@@ -196,11 +207,11 @@ def test_what_is_no_plan_is_refused(tmp_path: Path, file: str):
 
 def test_a_step_time_that_needs_nccls_plugin_says_so_and_what_it_is_without(file: str):
     assert FULL.nccl.channels and FULL.predictions
-    taken = Attempt(name="rules", taken=True, step_s=0.8)
-    (said,) = conditions(msgspec.structs.replace(FULL, tried=(taken,)), Path(file))
+    taken = Proposed(stage="rules", evaluation=compiled(0.8))
+    (said,) = conditions(msgspec.structs.replace(FULL, trail=(taken,)), Path(file))
     assert f"{FULL.predictions.step_s * 1e3:.1f} ms needs NCCL's tuner plugin" in said
     assert "without it the step takes 800.0 ms" in said and f"plan show {file} --as csv" in said
-    without = msgspec.structs.replace(FULL, nccl=jaxoverlap.Nccl(), tried=(taken,))
+    without = msgspec.structs.replace(FULL, nccl=jaxoverlap.Nccl(), trail=(taken,))
     assert not list(conditions(without, Path(file)))
 
 
@@ -210,7 +221,7 @@ def test_a_step_time_that_needs_nccls_plugin_says_so_and_what_it_is_without(file
 def test_a_plan_does_not_differ_from_itself(file: str, tmp_path: Path):
     moved = msgspec.structs.replace(FULL.entries[3], source="gpt.py:99", why="another word")
     entries = (*FULL.entries[:3], moved, *FULL.entries[4:])
-    again = msgspec.structs.replace(FULL, entries=entries, tried=())
+    again = msgspec.structs.replace(FULL, entries=entries, trail=())
     again.write(tmp_path / "again.json")
     shown = run("plan", "diff", file, str(tmp_path / "again.json"))
     assert "the same decisions" in shown

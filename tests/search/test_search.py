@@ -11,7 +11,8 @@ import pytest
 from jaxoverlap.passes.evaluated import Proposal
 from jaxoverlap.plan.decisions import Variant
 from jaxoverlap.plan.edits import EditedMatmul, MakeRing, Pin, SplitBatch
-from jaxoverlap.search.candidate import Candidate, Evaluation
+from jaxoverlap.plan.evaluation import Evaluation
+from jaxoverlap.search.candidate import Candidate
 from jaxoverlap.search.found import _close
 from jaxoverlap.search.search import ANYWAY, Budget, Stage, Trail, search
 
@@ -36,7 +37,7 @@ class Machine:
 
     def candidate(self, stage: str, edits: tuple, *args: Any) -> Candidate:
         refusal = next((why for edit, why in self._refused.items() if edit in edits), "")
-        answer = Evaluation(self._seconds(frozenset(edits)), 0, refusal)
+        answer = Evaluation(step_s=self._seconds(frozenset(edits)), refusal=refusal)
         known: Any = types.SimpleNamespace(edits=edits)
         return Candidate(stage, edits, answer, *args, evaluated=known)
 

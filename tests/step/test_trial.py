@@ -20,7 +20,7 @@ from jaxoverlap._jax.kernel_cache import KnownKernels
 from jaxoverlap.cost.find import cost_model
 from jaxoverlap.passes.scheduling.scheduler import Scheduler, scheduler_pass_for
 from jaxoverlap.step import trial
-from jaxoverlap.step.trial import Failure, Request, Trial, attempt
+from jaxoverlap.step.trial import Request, attempt, refused
 from tests.support.megatron import POD, megatron
 from tests.support.pods import pytestmark as pods
 
@@ -46,10 +46,11 @@ class TestPods:
         step, args = megatron(jaxoverlap.pod_mesh(POD, {"tp": 8}))
         overlapped = jaxoverlap.overlap(step, cluster=POD, never_slower=False)
         here = overlapped.lower(*args).compile()
-        assert isinstance(outcome, Trial)
+        times = outcome.simulated
+        assert outcome.step_s == times.step_s
         assert outcome.step_s == pytest.approx(here.simulate().step_s)
         hops = here.audit().hops
-        assert (outcome.hops, outcome.hops_covered) == (hops.count, hops.covered) == (14, 14)
+        assert (times.hops, times.hops_covered) == (hops.count, hops.covered) == (14, 14)
         memory = here.memory_analysis()
         assert outcome.peak_bytes == (
             memory.argument_size_in_bytes
@@ -57,7 +58,7 @@ class TestPods:
             + memory.output_size_in_bytes
             - memory.alias_size_in_bytes
         )
-        assert {w.ring for w in outcome.waited} == {
+        assert {w.ring for w in times.waited} == {
             "all_gather_matmul.0",
             "matmul_reduce_scatter.1",
         }
@@ -70,14 +71,14 @@ class TestPods:
         first.mkdir()
         again.mkdir()
         made = attempt(request_, first, 300, kernels)
-        assert attempt(request_, again, 300, kernels) == made and isinstance(made, Trial)
+        assert attempt(request_, again, 300, kernels) == made and not made.refusal
         with kernels.lent() as loan:
             assert b"fusion" in loan.file.read_bytes()
         text = trial.schedule_of(request_, again)
         assert text == trial.schedule_of(request_, first)
 
     def test_what_was_tried_is_not_tried_again(self, request_, tmp_path, monkeypatch):
-        known = Failure(why="known")
+        known = refused("known")
         (tmp_path / f"{request_.key}.json").write_bytes(msgspec.json.encode(known))
         monkeypatch.setattr(trial, "_in_child", None)
         assert attempt(request_, tmp_path, 300) == known
@@ -92,28 +93,28 @@ class TestPods:
 
     def test_a_damaged_result_is_made_anew(self, request_, tmp_path, monkeypatch):
         (tmp_path / f"{request_.key}.json").write_text('{"type": "done"')
-        monkeypatch.setattr(trial, "_in_child", lambda *args: Failure(why="anew"))
-        assert attempt(request_, tmp_path, 300) == Failure(why="anew")
+        monkeypatch.setattr(trial, "_in_child", lambda *args: refused("anew"))
+        assert attempt(request_, tmp_path, 300) == refused("anew")
 
     def test_a_child_that_fails_says_why(self, request_, tmp_path):
         outcome = attempt(broken(request_), tmp_path, 300)
-        assert isinstance(outcome, Failure) and not outcome.again
-        assert outcome.why.startswith("exit 1: ") and "MLIRError" in outcome.why
+        assert not outcome.again and not outcome.peak_bytes
+        assert outcome.refusal.startswith("exit 1: ") and "MLIRError" in outcome.refusal
 
     def test_a_child_that_takes_too_long_may_be_tried_again(self, request_, tmp_path):
         outcome = attempt(request_, tmp_path, 0.5)
-        assert outcome == Failure(why="stopped after 0 s", again=True)
+        assert outcome == refused("stopped after 0 s", again=True)
         assert not list(tmp_path.glob("*.json"))
 
 
 @pytest.mark.parametrize("again", [False, True])
 def test_what_fails_with_the_kernels_of_others_is_tried_without(monkeypatch, tmp_path, again: bool):
     job = jobs.Job(b"", b"", "cpu", (0,))
-    refused, fine, lent = Failure(why="two names", again=again), Failure(why="no"), list[bool]()
+    named_twice, fine, lent = refused("two names", again=again), refused("no"), list[bool]()
 
     def in_child(request, schedule, file, timeout_s):
         lent.append(file.exists())
-        return refused if file.exists() else fine
+        return named_twice if file.exists() else fine
 
     monkeypatch.setattr(trial, "_in_child", in_child)
     kernels = KnownKernels()
@@ -121,7 +122,7 @@ def test_what_fails_with_the_kernels_of_others_is_tried_without(monkeypatch, tmp
         loan.file.write_bytes(b"kernels")
         loan.ended_well = True
     outcome = attempt(Request(job, cost_model(POD), None), tmp_path, 60, kernels)
-    assert (outcome, lent) == ((refused, [True]) if again else (fine, [True, False]))
+    assert (outcome, lent) == ((named_twice, [True]) if again else (fine, [True, False]))
 
 
 @pytest.mark.parametrize("ends", ["os.abort()", "os.kill(os.getpid(), signal.SIGKILL)"])
@@ -137,8 +138,8 @@ def test_a_child_that_is_killed_is_a_result(monkeypatch, tmp_path, ends: str):
         lambda _, **given: popen([sys.executable, "-c", program], **given),
     )
     outcome = attempt(request, tmp_path, 60)
-    assert isinstance(outcome, Failure) and outcome.again == ("SIGKILL" in ends)
-    assert outcome.why == f"{'SIGKILL' if outcome.again else 'SIGABRT'}: F1121 the check"
+    assert outcome.again == ("SIGKILL" in ends)
+    assert outcome.refusal == f"{'SIGKILL' if outcome.again else 'SIGABRT'}: F1121 the check"
 
 
 def test_children_end_with_their_parent(tmp_path):

@@ -6,16 +6,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jaxoverlap.step.trial import Trial
+from jaxoverlap.plan.evaluation import Times
 from jaxoverlap.tuning.correction import Correction, correction
 
 SECONDS = st.floats(1e-3, 1.0)
 FACTORS = st.floats(0.2, 5.0)
 
 
-def trial(busy_s: float, exposed_s: float) -> Trial:
-    given = dict.fromkeys(Trial.__struct_fields__, 0)
-    return Trial(**given | {"step_s": busy_s + exposed_s, "exposed_s": exposed_s})
+def trial(busy_s: float, exposed_s: float) -> Times:
+    parts = {"compute_s": busy_s, "communication_s": 0.0, "bound_s": 0.0}
+    return Times(step_s=busy_s + exposed_s, exposed_s=exposed_s, **parts)
 
 
 @given(SECONDS, FACTORS, FACTORS)

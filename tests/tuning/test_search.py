@@ -6,7 +6,6 @@ import math
 import time
 from collections.abc import Callable
 from dataclasses import replace
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,15 +14,17 @@ from msgspec.structs import replace as replaced
 from jaxoverlap.passes.analysis.errors import RewriteError
 from jaxoverlap.passes.scheduling.scheduler import Scheduler
 from jaxoverlap.plan.edits import EarlyMove, EditedMatmul, GatherAhead, MakeRing, ReadGathered
+from jaxoverlap.plan.evaluation import Evaluation, Times, Waited
 from jaxoverlap.plan.halves import Halves
 from jaxoverlap.plan.plan import Decision, Plan, Reason, Schedule, Skip, Variant
+from jaxoverlap.search import compiled
+from jaxoverlap.search.candidate import Candidate
+from jaxoverlap.search.compiled import Compiler
 from jaxoverlap.step.options import Options
-from jaxoverlap.step.trial import Failure, Trial, Waited
-from jaxoverlap.tuning import search as the_search
+from jaxoverlap.step.trial import refused
 from jaxoverlap.tuning.candidates import (
     PLAIN,
     RULES,
-    TuningCandidate,
     exposed_s,
     moves,
     rows,
@@ -32,14 +33,12 @@ from jaxoverlap.tuning.candidates import (
     with_variants,
 )
 from jaxoverlap.tuning.lagom.granularity import GranularityModel
-from jaxoverlap.tuning.search import Search
-from jaxoverlap.tuning.target import Ready
+from jaxoverlap.tuning.search import TuningSearch
 
 BASE = Options(schedule=Scheduler())
 ONE_WAY = Variant()
 SCHEDULE = Schedule(slack=0.02, in_flight=4)
 SLACK = replaced(SCHEDULE, slack=0.05)
-Source = Options | Plan | None
 GB = 10**9
 
 
@@ -77,18 +76,17 @@ def plan(*entries: Decision | Skip, **more: Any) -> Plan:
     return Plan(step="step", mesh={"model": 8}, entries=entries, edits=edits, **more)
 
 
-def ways_of(source: Source) -> dict[int, Variant]:
-    return {ring.site: ring.variant for ring in source.rings} if isinstance(source, Plan) else {}
+def ways_of(source: Plan | None) -> dict[int, Variant]:
+    return {ring.site: ring.variant for ring in source.rings} if source else {}
 
 
-def trial(step_s: float, waited: dict[int, float] | None = None, peak_bytes: int = GB) -> Trial:
-    return Trial(
+def times(step_s: float, waited: dict[int, float] | None = None) -> Times:
+    return Times(
         step_s=step_s,
         compute_s=step_s,
         communication_s=0.0,
         exposed_s=0.0,
         bound_s=step_s,
-        peak_bytes=peak_bytes,
         hops=7,
         hops_covered=7,
         waited=tuple(
@@ -98,24 +96,37 @@ def trial(step_s: float, waited: dict[int, float] | None = None, peak_bytes: int
     )
 
 
+def answer(
+    step_s: float, waited: dict[int, float] | None = None, peak_bytes: int = GB
+) -> Evaluation:
+    of_step = times(step_s, waited)
+    return Evaluation(step_s=step_s, peak_bytes=peak_bytes, by="compiled", times=of_step)
+
+
+def decide(name: str, options: Options) -> Candidate:
+    """Decide on a made-up step: its plan is named after the options."""
+    return Candidate.planned(name, plan(ring(99, "two_way"), ring(len(name))))
+
+
 class Step:
     """A made-up step with two rings, and seconds by what is chosen for each."""
 
-    def __init__(self, seconds: dict[int, dict[str, float]], plain_s: float = 90.0, **more: Any):
-        self.seconds, self.plain_s, self.more = seconds, plain_s, more
-        self.lowered: list[Source] = []
+    def __init__(self, seconds: dict[int, dict[str, float]], plain_s: float = 90.0):
+        self.seconds, self.plain_s = seconds, plain_s
 
-    def lower(self, source: Source) -> Any:
-        self.lowered.append(source)
-        if source is None:
-            return Ready(SimpleNamespace(result=self.more.get("plain", trial(self.plain_s))), None)  # type: ignore[arg-type]
-        ways, schedule = dict.fromkeys(self.seconds, Variant()), SCHEDULE
-        if isinstance(source, Plan):
-            ways, schedule = ways_of(source), source.schedule
+    def decide(self, name: str, options: Options) -> Candidate:
+        rings = [ring(site) for site in self.seconds]
+        return Candidate.planned(name, plan(*rings, schedule=SCHEDULE))
+
+    def lower(self, one: Candidate) -> Any:
+        """Return what a child would answer in place of its request."""
+        if one.plan is None:
+            return answer(self.plain_s), None
+        ways = ways_of(one.plan)
         waited = {s: self.seconds[s][str(ways.get(s, "plain"))] for s in self.seconds}
-        result = trial(10.0 + sum(waited.values()), waited) if ways else trial(99.0)
+        result = answer(10.0 + sum(waited.values()), waited) if ways else answer(99.0)
         entries = [ring(s, str(ways[s])) if s in ways else left(s) for s in self.seconds]
-        return Ready(SimpleNamespace(result=result), plan(*entries, schedule=schedule))  # type: ignore[arg-type]
+        return result, plan(*entries, schedule=one.plan.schedule)
 
 
 WAYS = dict.fromkeys(("two_way", "one_way", "one_way x 2", "sliced x 2", "plain"), 5.0)
@@ -123,111 +134,121 @@ WAYS = dict.fromkeys(("two_way", "one_way", "one_way x 2", "sliced x 2", "plain"
 
 @pytest.fixture(autouse=True)
 def no_compiler(monkeypatch):
-    monkeypatch.setattr(
-        the_search, "attempt", lambda request, kept, timeout_s, kernels: request.result
-    )
+    monkeypatch.setattr(compiled, "attempt", lambda answer, kept, timeout_s, kernels: answer)
 
 
 def search(
-    lower: Callable, tmp_path: Any, *, memory_bytes: int = 80 * GB, deadline: float = math.inf
-) -> Search:
-    return Search(lower, BASE, tmp_path, memory_bytes, deadline, workers=2)
+    step: Step,
+    tmp_path: Any,
+    *,
+    lower: Callable | None = None,
+    memory_bytes: int = 80 * GB,
+    deadline: float = math.inf,
+) -> TuningSearch:
+    compiler = Compiler(lower or step.lower, tmp_path, 60.0, workers=2)
+    return TuningSearch(step.decide, lambda plan: None, compiler, BASE, memory_bytes, deadline)
 
 
-def names(searcher: Search) -> list[str]:
-    return [t.candidate.name for t in searcher.tried]
+def names(searcher: TuningSearch) -> list[str]:
+    return [one.stage for one in searcher.tried]
 
 
 def test_moves_that_help_are_put_together(tmp_path):
     step = Step({1: WAYS | {"two_way": 1.0}, 2: WAYS | {"sliced x 2": 2.0}})
-    searcher = search(step.lower, tmp_path)
+    searcher = search(step, tmp_path)
     best = searcher.run()
     assert best.plan and ways_of(best.plan) == {1: Variant("two_way"), 2: Variant("sliced", 2)}
-    assert isinstance(best.result, Trial) and best.result.step_s == 13.0 and searcher.complete
+    assert best.seconds == 13.0 and searcher.complete
 
 
 def test_one_ring_is_tried_in_each_way_at_most_once(tmp_path):
     step = Step({site: WAYS for site in range(1, 6)})
-    searcher = search(step.lower, tmp_path)
-    searcher.run()
-    assert searcher.best.candidate.name == RULES
+    searcher = search(step, tmp_path)
+    assert searcher.run().stage == RULES
     assert len(names(searcher)) == len(set(names(searcher)))
     assert len(searcher.tried) <= 8 + 5 * 4  # seeds, settings, and the other ways of each ring
 
 
 def test_the_same_again(tmp_path):
     step = Step({1: WAYS | {"plain": 3.0}, 2: WAYS | {"two_way": 2.0}})
-    first, second = search(step.lower, tmp_path), search(step.lower, tmp_path)
-    assert first.run().candidate == second.run().candidate and names(first) == names(second)
+    first, second = search(step, tmp_path), search(step, tmp_path)
+    assert first.run().stage == second.run().stage and names(first) == names(second)
 
 
 def test_the_step_as_it_is_wins_where_nothing_is_faster(tmp_path):
-    searcher = search(Step({1: WAYS}, plain_s=9.0).lower, tmp_path)
-    assert searcher.run().candidate.name == PLAIN
+    assert search(Step({1: WAYS}, plain_s=9.0), tmp_path).run().stage == PLAIN
 
 
 def test_what_does_not_fit_is_not_taken(tmp_path):
-    def lower(source: Source) -> Any:
-        ready = Step({1: WAYS}).lower(source)
-        roomy = isinstance(source, Plan) and source.schedule == SLACK
-        result = trial(1.0, peak_bytes=79 * GB) if roomy else ready.request.result
-        return Ready(SimpleNamespace(result=result), ready.plan)  # type: ignore[arg-type]
+    step = Step({1: WAYS})
 
-    searcher = search(lower, tmp_path)
-    assert searcher.run().candidate.name == RULES and "rules, slack 0.05" in names(searcher)
+    def lower(one: Candidate) -> Any:
+        result, followed = step.lower(one)
+        roomy = one.plan is not None and one.plan.schedule == SLACK
+        return answer(1.0, peak_bytes=79 * GB) if roomy else result, followed
+
+    searcher = search(step, tmp_path, lower=lower)
+    assert searcher.run().stage == RULES and "rules, slack 0.05" in names(searcher)
 
 
 @pytest.mark.parametrize("broken", [PLAIN, "two_way"])
 def test_a_candidate_that_fails_is_a_result(tmp_path, broken: str):
-    def lower(source: Source) -> Any:
-        ready = Step({1: WAYS | {"sliced x 2": 1.0}}).lower(source)
-        chosen = str(ways_of(source).get(1, "")) if source else PLAIN
-        failed = Failure(why="SIGABRT: Check failed") if chosen == broken else ready.request.result
-        return Ready(SimpleNamespace(result=failed), ready.plan)  # type: ignore[arg-type]
+    step = Step({1: WAYS | {"sliced x 2": 1.0}})
 
-    searcher = search(lower, tmp_path)
+    def lower(one: Candidate) -> Any:
+        result, followed = step.lower(one)
+        chosen = str(ways_of(one.plan).get(1, "")) if one.plan else PLAIN
+        return refused("SIGABRT: Check failed") if chosen == broken else result, followed
+
+    searcher = search(step, tmp_path, lower=lower)
     best = searcher.run()
     assert best.plan and ways_of(best.plan) == {1: Variant("sliced", 2)}
-    assert any(isinstance(t.result, Failure) for t in searcher.tried)
+    assert any(one.evaluation.refusal for one in searcher.tried)
 
 
 def test_a_rewrite_that_fails_is_a_result_but_not_the_users_own(tmp_path):
-    def lower(source: Source, broken: Schedule | Options | None = None) -> Any:
-        if source and broken in (source, source.schedule):
-            raise RewriteError("no")
-        return Step({1: WAYS}).lower(source)
+    step = Step({1: WAYS})
 
-    searcher = search(lambda o: lower(o, SLACK), tmp_path)
+    def lower(one: Candidate) -> Any:
+        if one.plan and one.plan.schedule == SLACK:
+            raise RewriteError("no")
+        return step.lower(one)
+
+    searcher = search(step, tmp_path, lower=lower)
     searcher.run()
-    assert [t.result for t in searcher.tried if t.candidate.name == "rules, slack 0.05"] == [
-        Failure(why="RewriteError: no")
-    ]
+    answers = [one.evaluation for one in searcher.tried if one.stage == "rules, slack 0.05"]
+    assert answers == [refused("RewriteError: no")]
+
+    def fails(name: str, options: Options) -> Candidate:
+        raise RewriteError("no")
+
+    step.decide = fails
     with pytest.raises(RewriteError):
-        search(lambda o: lower(o, BASE), tmp_path).run()
+        search(step, tmp_path).run()
 
 
 def test_nothing_compiles(tmp_path):
-    def lower(source: Source) -> Any:
-        return Ready(SimpleNamespace(result=Failure(why="no memory")), None)  # type: ignore[arg-type]
-
+    lower = lambda one: (refused("no memory"), None)  # noqa: E731
     with pytest.raises(ValueError, match="does not compile: no memory"):
-        search(lower, tmp_path).run()
+        search(Step({1: WAYS}), tmp_path, lower=lower).run()
 
 
 def test_out_of_time_the_first_two_are_still_tried(tmp_path):
-    searcher = search(Step({1: WAYS | {"two_way": 1.0}}).lower, tmp_path, deadline=time.monotonic())
-    assert searcher.run().candidate.name == RULES
+    step = Step({1: WAYS | {"two_way": 1.0}})
+    searcher = search(step, tmp_path, deadline=time.monotonic())
+    assert searcher.run().stage == RULES
     assert names(searcher) == [PLAIN, RULES] and not searcher.complete
 
 
 def test_what_was_stopped_leaves_the_search_incomplete(tmp_path):
-    def lower(source: Source) -> Any:
-        ready = Step({1: WAYS}).lower(source)
-        slow = isinstance(source, Plan) and not source.rings
-        result = Failure(why="stopped", again=True) if slow else ready.request.result
-        return Ready(SimpleNamespace(result=result), ready.plan)  # type: ignore[arg-type]
+    step = Step({1: WAYS})
 
-    searcher = search(lower, tmp_path)
+    def lower(one: Candidate) -> Any:
+        result, followed = step.lower(one)
+        slow = one.plan is not None and not one.plan.rings
+        return refused("stopped", again=True) if slow else result, followed
+
+    searcher = search(step, tmp_path, lower=lower)
     searcher.run()
     assert not searcher.complete
 
@@ -244,7 +265,7 @@ def test_seeds_are_what_the_rules_leave_open():
     rules = plan(
         ring(1), left(2), left(3, Reason("no collective")), prefetched=2, xla_options={"a": "1"}
     )
-    source_of = {c.name: c.source for c in seeds(BASE, rules, model=every(1, 2))}
+    source_of = {c.stage: c.plan for c in seeds(BASE, rules, decide, model=every(1, 2))}
     assert set(source_of) == {
         *("no rings", "all rings", "others sliced x 2", "others sliced x 4"),
         "fsdp in rings",
@@ -252,7 +273,7 @@ def test_seeds_are_what_the_rules_leave_open():
     assert ways_of(source_of["all rings"]) == {1: Variant(), 2: Variant("one_way")}
     assert ways_of(source_of["others sliced x 4"]) == {1: Variant(), 2: Variant("sliced", 4)}
     assert ways_of(source_of["no rings"]) == {}
-    assert {c.name for c in seeds(Options(), plan(ring(1)))} == {"no rings"}
+    assert {c.stage for c in seeds(Options(), plan(ring(1)), decide)} == {"no rings"}
 
 
 def test_a_plan_in_other_ways_keeps_what_its_matmuls_still_read():
@@ -284,8 +305,8 @@ def test_seeds_for_what_nothing_waits_for_come_last():
     rules = plan(ring(1), left(2))
     for waits, first in ((0.5, "all rings"), (0.001, "no rings")):
         own = Waited("all-gather", "", "gpt.py:2", 0.5, waits)
-        given = {n: getattr(trial(1.0), n) for n in Trial.__struct_fields__} | {"waited": (own,)}
-        order = [c.name for c in seeds(BASE, rules, Trial(**given), every(2))]
+        given = replaced(times(1.0), waited=(own,))
+        order = [c.stage for c in seeds(BASE, rules, decide, given, every(2))]
         assert order[0] == first and len(order) == 4
 
 
@@ -295,52 +316,57 @@ HALVES = Halves(parts=2, unroll=2, whole_s=8.0, step_s=7.0)
 @pytest.mark.parametrize(
     ("halves", "base", "expected"),
     [
-        (None, BASE, {}),
-        (Halves(parts=2, why_not="mesh axes tp are explicit"), BASE, {}),
+        (None, BASE, set()),
+        (Halves(parts=2, why_not="mesh axes tp are explicit"), BASE, set()),
         (
             HALVES,
             replace(BASE, halves=2, unroll=2),
-            {
-                "no batch split": 8.0,
-                "2 parts": None,
-                "2 parts, unrolled 4 times": None,
-                "4 parts": None,
-            },
+            {"no batch split", "2 parts", "2 parts, unrolled 4 times", "4 parts"},
         ),
         (
             Halves(parts=2, whole_s=7.0, step_s=8.0, why_not="the step is faster with whole rows"),
             replace(BASE, halves=None),
-            {n: None for n in ("2 parts", "2 parts, unrolled 2 times", "4 parts")}
-            | {"2 parts, unrolled 4 times": None},
+            {"2 parts", "2 parts, unrolled 2 times", "4 parts", "2 parts, unrolled 4 times"},
         ),
     ],
 )
 def test_rows_are_cut_in_other_ways_where_they_can_be(halves, base, expected):
-    candidates = rows(base, plan(ring(1), halves=halves))
-    assert {c.name: c.step_s for c in candidates} == expected
-    assert all(c.source and c.source != base for c in candidates)
+    given = list[Options]()
+
+    def decided(name: str, options: Options) -> Candidate:
+        given.append(options)
+        return decide(name, options)
+
+    candidates = [*rows(base, plan(ring(1), halves=halves), decided)]
+    assert {c.stage for c in candidates} == expected
+    assert len(given) == len(expected) and base not in given
 
 
 def test_whole_plans_are_compiled_only_where_they_may_be_the_fastest(tmp_path):
-    def look(source: Options | Plan) -> float | None:
-        if isinstance(source, Plan):
-            return 7.0
-        return {None: 8.0, 2: 7.0, 4: 7.2}[source.halves] + (source.unroll == 4)
+    class Parts(Step):
+        """A step whose batch can be split, with estimates of how."""
 
-    step = Step({1: WAYS})
-    of_rules = step.lower
+        def decide(self, name: str, options: Options) -> Candidate:
+            step_s = {None: 8.0, 2: 7.0, 4: 7.2, "auto": 7.0}[options.halves]
+            step_s += options.unroll == 4
+            number = 1 + len(split)
+            split.append(name)
+            split_plan = plan(ring(1), schedule=SCHEDULE, halves=HALVES)
+            mark = replaced(edit(1), written=number)
+            split_plan = replaced(split_plan, edits=(mark,))
+            return Candidate.planned(name, split_plan, evaluation=Evaluation(step_s=step_s))
 
-    def lower(source: Source) -> Any:
-        ready = of_rules(source)
-        return replace(ready, plan=replaced(ready.plan, halves=HALVES)) if ready.plan else ready
+        def lower(self, one: Candidate) -> Any:
+            result, followed = super().lower(one)
+            return result, followed and replaced(followed, halves=HALVES)
 
-    searcher = search(lower, tmp_path)
-    searcher.look = look
+    split: list[str] = []
+    searcher = search(Parts({1: WAYS}), tmp_path)
     searcher.run()
     assert {"2 parts", "4 parts", "no rings"} <= {*names(searcher)}
     assert not {"no batch split", "2 parts, unrolled 4 times"} & {*names(searcher)}
-    looked = {one.name: one.step_s for one in searcher.looked.values()}
-    assert looked["no batch split"] == 8.0 and looked["2 parts, unrolled 4 times"] == 8.0
+    known = {one.stage: one.seconds for one in searcher.estimated.values()}
+    assert known["no batch split"] == 8.0 and known["2 parts, unrolled 4 times"] == 8.0
 
 
 class Cuts(GranularityModel):
@@ -352,25 +378,24 @@ class Cuts(GranularityModel):
 
 def test_the_models_plans_are_tried_before_others():
     model = Cuts(every=plan(ring(1)))
-    candidates = seeds(BASE, plan(ring(1)), trial(1.0), model)
-    assert [c.name for c in candidates] == ["lagom 1", "lagom 2", "no rings"]
-    assert [ways_of(c.source) for c in candidates[:2]] == model.plans(2)
+    candidates = [*seeds(BASE, plan(ring(1)), decide, times(1.0), model)]
+    assert [c.stage for c in candidates] == ["lagom 1", "lagom 2", "no rings"]
+    assert [ways_of(c.plan) for c in candidates[:2]] == model.plans(2)
 
 
 def test_settings_are_memory_and_what_xla_merges():
     merges = "xla_gpu_all_gather_combine_threshold_bytes"
-    at = TuningCandidate("rules", BASE)
     rules = plan(ring(1), xla_options={"a": "1", merges: "1"}, schedule=SCHEDULE)
-    plans = {c.name: c.source for c in settings(at, rules)}
+    plans = {c.stage: c.plan for c in settings(Candidate.planned("rules", rules))}
     assert set(plans) == {"rules, slack 0.05", "rules, XLA merges", "rules, merges to 1 GiB"}
     assert plans["rules, slack 0.05"] == replaced(rules, schedule=SLACK)
     options = [plans[n].xla_options for n in ("rules, XLA merges", "rules, merges to 1 GiB")]
     assert options[0] == {"a": "1"} and options[1][merges] == str(1 << 30)
-    assert settings(at, plan(ring(1), xla_options={"a": "1"})) == []
+    assert settings(Candidate.planned("rules", plan(ring(1), xla_options={"a": "1"}))) == []
 
 
 def test_the_best_two_plans_are_tried_with_other_settings(tmp_path):
-    searcher = search(Step({1: WAYS | {"plain": 5.0}}).lower, tmp_path)
+    searcher = search(Step({1: WAYS | {"plain": 5.0}}), tmp_path)
     searcher.run()
     assert [n for n in names(searcher) if ", " in n] == [
         "rules, slack 0.05",
@@ -390,7 +415,7 @@ def test_moves_begin_with_the_smallest_h_then_where_the_step_waits_longest(model
     rules = plan(
         ring(1), ring(2, kind="matmul_reduce_scatter"), left(3), left(4, Reason("no collective"))
     )
-    result = trial(1.0, {1: 0.1, 2: 0.3, 3: 0.0})
+    result = times(1.0, {1: 0.1, 2: 0.3, 3: 0.0})
     ways = {1: ("two_way", "one_way x 2"), 2: ("direct", "two_way")}
     order = [first, 3 - first]
     candidates = moves(rules, result, set(), model)
@@ -398,11 +423,10 @@ def test_moves_begin_with_the_smallest_h_then_where_the_step_waits_longest(model
     later = moves(rules, result, {(2, "direct"), (1, "two_way")}, model)
     assert [dict(c.changes) for c in later] == [{n: Variant.parse(ways[n][1])} for n in order]
     moved = later[0]
-    assert ways_of(moved.source) == ways_of(rules) | dict(moved.changes)
+    assert ways_of(moved.plan) == ways_of(rules) | dict(moved.changes)
 
 
 def test_what_is_left_plain_waits_at_its_source_line():
     own = Waited("all-gather", "", "gpt.py:3", 0.5, 0.4)
-    result = trial(1.0)
-    result = Trial(**{n: getattr(result, n) for n in result.__struct_fields__} | {"waited": (own,)})
+    result = replaced(times(1.0), waited=(own,))
     assert exposed_s(left(3), result) == 0.4 and exposed_s(left(4), result) == 0.0

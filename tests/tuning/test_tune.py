@@ -19,13 +19,12 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jaxoverlap
-from jaxoverlap.plan.plan import Attempt, Skip
+from jaxoverlap.plan.evaluation import Evaluation, Times
+from jaxoverlap.plan.plan import Skip
+from jaxoverlap.search.candidate import Candidate
 from jaxoverlap.step import program
-from jaxoverlap.step.trial import Trial
 from jaxoverlap.tuning import clock
 from jaxoverlap.tuning import tune as tune_module
-from jaxoverlap.tuning.candidates import TuningCandidate
-from jaxoverlap.tuning.search import Tried
 from tests.support.megatron import POD, megatron
 from tests.support.pods import pytestmark as pods
 
@@ -152,22 +151,21 @@ def corrected(monkeypatch, simulated: dict[str, tuple[float, float]], clock_s: d
     plans = {name: jaxoverlap.Plan(step=name, mesh={}, entries=()) for name in simulated}
     turns: list[list[str]] = []
 
-    def tried(name: str) -> Tried:
+    def tried(name: str) -> Candidate:
         step_s, exposed_s = simulated[name]
-        given = dict.fromkeys(Trial.__struct_fields__, 0) | {
-            "step_s": step_s,
-            "exposed_s": exposed_s,
-        }
-        return Tried(TuningCandidate(name, None, {}), plans[name], Trial(**given))
+        parts = {"compute_s": 0.0, "communication_s": 0.0, "bound_s": 0.0}
+        times = Times(step_s=step_s, exposed_s=exposed_s, **parts)
+        return Candidate.planned(
+            name, plans[name], evaluation=Evaluation(step_s=step_s, by="compiled", times=times)
+        )
 
     def time_them(_, candidates):
-        turns.append([c.name for c in candidates])
-        return {c.name: tune_module._Timed(clock_s[c.name], plans[c.name]) for c in candidates}
+        turns.append([c.stage for c in candidates])
+        return [tune_module._measured(c, clock_s[c.stage]) for c in candidates]
 
     monkeypatch.setattr(tune_module._Steps, "time", time_them)
-    search: Any = SimpleNamespace(tried=[tried(name) for name in simulated])
-    attempts = [Attempt(name=name) for name in simulated]
-    return tune_module._corrected(None, search, attempts, None), turns  # type: ignore[arg-type]
+    search: Any = SimpleNamespace(tried=[tried(name) for name in simulated], estimated={})
+    return tune_module._corrected(None, search, None), turns  # type: ignore[arg-type]
 
 
 SIMULATED = {
@@ -181,8 +179,10 @@ def test_the_clock_wins_over_the_simulation(monkeypatch):
     measured = {"plain": 10.0, "rules": 7.0, "a": 10.0, "b": 6.0, "c": 11.6}
     plan, (turn,) = corrected(monkeypatch, SIMULATED, measured)
     assert turn == ["plain", "rules", "a", "b", "c"]
-    assert plan.step == "b" and [a.name for a in plan.tried if a.taken] == ["b"]
-    assert [a.measured_s for a in plan.tried] == [10.0, 7.0, 10.0, 6.0, 11.6, None, None]
+    assert plan.step == "b" and [row.stage for row in plan.tried if row.taken] == ["b"]
+    answers = [row.evaluation for row in plan.tried]
+    assert [a.step_s for a in answers if a.by == "measured"] == [10.0, 7.0, 10.0, 6.0, 11.6]
+    assert [a.step_s for a in answers if a.by == "compiled"] == [7.0, 8.0]
     assert "computing" in str(plan) and "as long as simulated" in str(plan)
 
 
