@@ -21,7 +21,7 @@ from jaxoverlap.passes.analysis.errors import own_faults
 from jaxoverlap.passes.analysis.partitioned import partitioned
 from jaxoverlap.passes.analysis.partitioner_collectives import partitioner_collectives
 from jaxoverlap.plan.plan import Plan
-from jaxoverlap.search.choice import Choice, decided, faster
+from jaxoverlap.search.choice import Choice, decided, faster, found_to_compile
 from jaxoverlap.search.found import found
 from jaxoverlap.search.never_slower import predicted
 from jaxoverlap.step.context import mesh_of, prepare
@@ -236,8 +236,13 @@ class Overlapped:
         with fused_attention.tracing_for(capability_of(values)):
             return jits.infer(self._jitted, args, kwargs)
 
-    def _rewritten(self, call: jits.Call) -> StepProgram:
-        """Rewrite the step for arguments like these; later calls with such get the same program."""
+    def _rewritten(self, call: jits.Call, *, compiles: bool = False) -> StepProgram:
+        """Rewrite the step for arguments like these; later calls with such get the same program.
+
+        Args:
+            call: the call with such arguments.
+            compiles: whether it is going to be compiled by itself.
+        """
         key = _key(call)
         if (program := self._seen.get(key)) is not None:
             return program
@@ -247,7 +252,8 @@ class Overlapped:
             find_plan = None
             if self._tuning is not None:
                 find_plan = functools.partial(self._tuned, call, self._tuning)
-            program = step_program(call, self._options, found, find_plan)
+            search = found_to_compile if compiles else found
+            program = step_program(call, self._options, search, find_plan)
             self._seen.put(key, program, at_most=_MAX_SEEN)
             if program.notice:
                 self._tell(*program.notice)
@@ -259,10 +265,12 @@ class Overlapped:
             self._told.add(topic)
             warn(text)
 
-    def _agreed(self, call: jits.Call, *, runs: bool = False) -> StepProgram:
+    def _agreed(
+        self, call: jits.Call, *, runs: bool = False, compiles: bool = False
+    ) -> StepProgram:
         """Return the rewritten step once all processes are about to compile the same.
 
-        One that `runs` is refused on GPUs that are not there.
+        One that `runs` is refused on GPUs that are not there; `compiles` as in `_rewritten`.
         """
         program = self._seen.get(_key(call))
         if runs and (program is None or program.on_pod):
@@ -271,7 +279,7 @@ class Overlapped:
             return program
         with self._lock:
             try:
-                program = self._rewritten(call)
+                program = self._rewritten(call, compiles=compiles)
             except Exception as error:
                 tell(call, error, self._options)
                 raise
@@ -285,7 +293,7 @@ class Overlapped:
 
         For a pod both are compiled when it is compiled: see `Lowered.compile`.
         """
-        program = self._agreed(call, runs=runs)
+        program = self._agreed(call, runs=runs, compiles=True)
         if not program.undecided or any(map(jits.is_tracer, call.flat)) or is_pod(mesh_of(call)):
             return program
         with self._lock:

@@ -5,9 +5,12 @@
 
 from __future__ import annotations
 
+import contextlib
+import threading
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -17,6 +20,7 @@ from jaxoverlap._jax import jits
 from jaxoverlap._jax.jobs import peak_bytes
 from jaxoverlap._util.files import kept_folder
 from jaxoverlap._util.text import first_line, warn
+from jaxoverlap.flags import is_gpu
 from jaxoverlap.flags.published import COMPARED, accepted
 from jaxoverlap.flags.required import NVLINK_STREAM, SEEN
 from jaxoverlap.plan.plan import Plan
@@ -26,13 +30,20 @@ from jaxoverlap.search.compiled import Compiler, writable
 from jaxoverlap.search.found import found
 from jaxoverlap.search.never_slower import NeverSlower
 from jaxoverlap.search.search import search_compiled
-from jaxoverlap.step.context import mesh_of, prepare
+from jaxoverlap.step.context import StepContext, mesh_of, prepare
 from jaxoverlap.step.options import Options
 from jaxoverlap.step.pipeline import PassResult
 from jaxoverlap.step.processes import handed, processes_of
-from jaxoverlap.step.program import StepProgram, arrived, lowered_as, request_of, step_program
+from jaxoverlap.step.program import (
+    StepProgram,
+    arrived,
+    as_it_is,
+    lowered_as,
+    request_of,
+    step_program,
+)
 from jaxoverlap.step.stages import Compiled, Lowered
-from jaxoverlap.step.trial import Request, evaluated, refused
+from jaxoverlap.step.trial import Request, attempt, evaluated, refused
 
 _TIMEOUT_S = 3600.0  # of a child; what takes as long is stuck
 _DECIDED_WITHIN_S = 3 * _TIMEOUT_S  # three rounds of children, those of a round at a time
@@ -99,7 +110,28 @@ class Choice:
             request = request_of(stage, new, mesh_of(self.call), self.program.cost, options)
             return request, new.plan
 
-        return Compiler(lower, writable(kept_folder() / "trials"), _TIMEOUT_S)
+        return Compiler(lower, writable(_kept()), _TIMEOUT_S)
+
+
+def found_to_compile(step: StepContext, options: Options) -> PassResult:
+    """Search as `found`, while a child compiles the original step, which is compared afterwards.
+
+    Raises:
+        RewriteError, ValueError: as `found`.
+    """
+    compares = options.never_slower and options.plan is None and is_gpu(step.mesh)
+    if compares and step.cost is not None and not processes_of(step.mesh):
+        plain = as_it_is(step.call, mesh_of(step.call))
+        stage = lowered_as(step.call, plain)
+        with contextlib.suppress(ValueError):  # no child can compile it, as the comparison will say
+            request = request_of(stage, plain, mesh_of(step.call), step.cost)
+            arguments = (request, writable(_kept()), _TIMEOUT_S)
+            threading.Thread(target=attempt, args=arguments, daemon=True).start()
+    return found(step, options)
+
+
+def _kept() -> Path:
+    return kept_folder() / "trials"
 
 
 def faster(choice: Choice, lowered: Lowered, options: dict[str, Any] | None) -> Compiled:

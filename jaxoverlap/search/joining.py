@@ -9,6 +9,7 @@ one, behind which nothing is left to hide. Layers in a scan have edits for this 
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Mapping
 
 from jaxoverlap.cost.model import CostModel
 from jaxoverlap.flags.required import MOST_GATHERED
@@ -18,17 +19,19 @@ from jaxoverlap.simulation.simulation import simulate
 from jaxoverlap.simulation.timeline import Spent
 
 SCATTERS = "xla_gpu_reduce_scatter_combine_threshold_bytes"
+_XLAS_OWN = 30 << 20  # bytes up to which XLA joins unasked
 _SMALL, _LARGE = 1 << 20, 1 << 30  # bytes, between which a gather's seconds are a straight line
 
 
-def joining(text: str, cost: CostModel) -> list[dict[str, str]]:
-    """Return options to try for a step: none if it has no gathers to join.
+def joining(text: str, cost: CostModel, options: Mapping[str, str]) -> list[dict[str, str]]:
+    """Return options to try for a step: none if it has no gathers that they would join.
 
     A gather of b bytes takes a + b / r seconds; sizes b are a few times a r.
 
     Args:
         text: the scheduled module of the step.
         cost: the cost model of its cluster.
+        options: the options that it was compiled with.
     """
     by_groups: dict[str, list[Spent]] = defaultdict(list)
     for spent in simulate(text, cost).spent:
@@ -41,6 +44,10 @@ def joining(text: str, cost: CostModel) -> list[dict[str, str]]:
     small_s, large_s = (cost.collective_s("all-gather", b, group) for b in (_SMALL, _LARGE))
     rate = (_LARGE - _SMALL) / (large_s - small_s)
     sizes = (int(times * (small_s * rate - _SMALL)) for times in JOINED_FOR_LATENCIES)
+    received = sorted(one.collective.bytes_moved for one in gathers)
+    apart = received[0] > int(options.get(MOST_GATHERED, _XLAS_OWN))  # none is of joined ones
     return [
-        {MOST_GATHERED: str(size), SCATTERS: str(size // group.size)} for size in sizes if size > 0
+        {MOST_GATHERED: str(size), SCATTERS: str(size // group.size)}
+        for size in sizes
+        if size >= received[0] + received[1] or not apart
     ]

@@ -93,7 +93,7 @@ class NeverSlower:
         """Yield a candidate with options that join its collectives."""
         if base.text is None or base.plan is None:
             return
-        for more in joining(base.text(), self.cost):
+        for more in joining(base.text(), self.cost, base.plan.xla_options):
             options = {**base.plan.xla_options, **more}
             joined = msgspec.structs.replace(base.plan, xla_options=options)
             yield Candidate.planned(base.stage, joined, parent=base)

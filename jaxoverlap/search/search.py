@@ -9,11 +9,15 @@ Seconds of two candidates are compared in this file and nowhere else.
 
 from __future__ import annotations
 
+import functools
+import itertools
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Literal
 
+from jaxoverlap._jax.thread_config import inheriting
 from jaxoverlap.passes.evaluated import Evaluated, Proposal
 from jaxoverlap.passes.scheduling.reorder import SAME
 from jaxoverlap.plan.edits import Edit, MakeRing, ReadGathered, SplitBatch
@@ -256,24 +260,46 @@ def _after(
     """Return what stays of a candidate and of what a stage proposes for it."""
     made: dict[tuple[Edit, ...], Candidate] = {}
     now = candidate
-    proposals = iter(stage.propose(candidate.known))
-    while (proposal := next(proposals, None)) is not None:
-        if _is_enough(stage, [candidate, *made.values()], best_s):
-            break
-        one = evaluate(stage, now, proposal)
+
+    def is_new(one: Candidate) -> bool:
         if one.edits in made:
-            continue
+            return False
         made[one.edits] = one
         trail.rows.append(one)
         if stage.budget is not None:
             stage.budget.left -= 1
-        if stage.takes != "best" and gains(one.seconds, now.seconds, stage.gain):
+        return True
+
+    proposals = iter(stage.propose(candidate.known))
+    for one in _side_by_side(stage, candidate, evaluate, proposals):
+        is_new(one)
+    while (proposal := next(proposals, None)) is not None:
+        if _is_enough(stage, [candidate, *made.values()], best_s):
+            break
+        one = evaluate(stage, now, proposal)
+        if is_new(one) and stage.takes != "best" and gains(one.seconds, now.seconds, stage.gain):
             now = one
             if stage.takes == "first":
                 proposals = iter(stage.propose(now.known))
     if stage.takes != "best":
         return [now]
     return _best(stage, candidate, list(made.values()))
+
+
+def _side_by_side(
+    stage: Stage, candidate: Candidate, evaluate: Evaluate, proposals: Iterator[Proposal]
+) -> Iterator[Candidate]:
+    """Evaluate the proposals that are evaluated in any case, two at a time.
+
+    XLA partitions one step at a time and leaves the interpreter free meanwhile, for the edits and
+    the estimate of another.
+    """
+    if stage.takes == "best":
+        left = stage.budget.left if stage.budget is not None else None
+        counts = [count for count in (stage.first, left) if count is not None]
+        sure = itertools.islice(proposals, max(0, min(counts))) if counts else proposals
+        with ThreadPoolExecutor(2, initializer=inheriting(lambda: None)) as pool:
+            yield from pool.map(functools.partial(evaluate, stage, candidate), sure)
 
 
 def _is_enough(stage: Stage, known: Sequence[Candidate], best_s: float) -> bool:

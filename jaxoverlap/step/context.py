@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import threading
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -102,11 +103,13 @@ class StepContext:
     def once[T](self, question: Hashable, find: Callable[[], T]) -> T:
         """Return the answer to a question, computed on the first call and cached.
 
-        Candidates with other options, and a tuner's, need the same answers about one step again.
+        Candidates with other options, and a tuner's, need the same answers about one step again; of
+        two threads with one question one waits.
         """
-        if question not in self.answers:
-            self.answers[question] = find()
-        return self.answers[question]
+        with self.answers.setdefault(("lock", question), threading.RLock()):
+            if question not in self.answers:
+                self.answers[question] = find()
+            return self.answers[question]
 
     def estimate(self, program: SpmdProgram, *, nvlink_stream: bool | None = None) -> Estimate:
         """Estimate a partitioned program of the step, whose prices are known.

@@ -6,7 +6,6 @@ parent does. Results are cached in a folder, under a hash of all that they depen
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import gzip
 import hashlib
@@ -14,15 +13,11 @@ import os
 import pickle
 import re
 import signal
-import subprocess
-import sys
-import tempfile
 import threading
 from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
-from typing import IO
 
 import jax
 import msgspec
@@ -30,6 +25,7 @@ import msgspec
 from jaxoverlap._jax import jobs
 from jaxoverlap._jax.jobs import Job
 from jaxoverlap._jax.kernel_cache import KnownKernels
+from jaxoverlap._util import workers
 from jaxoverlap._util.files import write_atomically
 from jaxoverlap._util.source_hash import source_hash
 from jaxoverlap._util.text import first_line
@@ -75,6 +71,19 @@ def attempt(
         kept: an existing folder of cached results.
         kernels: XLA's kernels, cached from candidates for the same chip.
     """
+    with _lock:
+        running = _running.setdefault((kept, request.key), threading.Lock())
+    with running:  # the same one may have begun before it was asked for (`search/choice.py`)
+        return _attempted(request, kept, timeout_s, kernels)
+
+
+_lock = threading.Lock()
+_running: dict[tuple[Path, str], threading.Lock] = {}
+
+
+def _attempted(
+    request: Request, kept: Path, timeout_s: float, kernels: KnownKernels | None
+) -> Evaluation:
     path = kept / f"{request.key}.json"
     known, there = _read(path), _schedule_in(kept, request).exists()
     if known is not None and (known.refusal or there):
@@ -84,7 +93,7 @@ def attempt(
         result = _in_child(request, _schedule_in(kept, request), loan.file, timeout_s)
         loan.ended_well = not result.refusal
     if borrowed and result.refusal and not result.again:
-        return attempt(request, kept, timeout_s)  # XLA may have refused the kernels
+        return _attempted(request, kept, timeout_s, None)  # XLA may have refused the kernels
     if not result.again:
         write_atomically(path, msgspec.json.encode(result).decode())
     return result
@@ -107,50 +116,16 @@ def _read(path: Path) -> Evaluation | None:
         return None
 
 
-# The child may have to look for this package where the parent found it, on a path of its own.
-_PROGRAM = (
-    "import sys; sys.path.append(sys.argv[1]); from jaxoverlap.step.trial import main; main()"
-)
-
-
 def _in_child(request: Request, schedule: Path, kernels: Path, timeout_s: float) -> Evaluation:
     payload = pickle.dumps((request, schedule, kernels))
-    with tempfile.TemporaryFile() as said:
-        child = subprocess.Popen(
-            [sys.executable, "-c", _PROGRAM, str(Path(__file__).parents[2])],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=said,
-            env=_environment(request.job),
-        )
-        assert child.stdin and child.stdout
-        stop = threading.Timer(timeout_s, child.kill)
-        stop.start()
-        try:
-            # The pipe stays open: the child takes its end for its parent's.
-            child.stdin.write(len(payload).to_bytes(8, "big") + payload)
-            child.stdin.flush()
-            answer = child.stdout.read()
-        except BrokenPipeError:
-            answer = b""
-        finally:
-            stopped = stop.finished.is_set()
-            stop.cancel()
-            code = child.wait()
-            child.stdout.close()
-            with contextlib.suppress(BrokenPipeError):  # of what it did not read
-                child.stdin.close()
-        if code == 0:
-            return msgspec.json.decode(answer.splitlines()[-1], type=Evaluation)
-        return _failure(code, stopped, timeout_s, said)
-
-
-def _failure(code: int, stopped: bool, timeout_s: float, said: IO[bytes]) -> Evaluation:
-    if stopped:
-        return refused(f"stopped after {timeout_s:.0f} s", again=True)
-    said.seek(0)
-    why = how_it_ended(code, said.read().decode(errors="replace"))
-    return refused(why, again=code == -signal.SIGKILL)
+    try:
+        answer = workers.ask(answered, payload, _environment(request.job), timeout_s)
+    except workers.WorkerEndedError as ended:
+        if ended.stopped:
+            return refused(f"stopped after {timeout_s:.0f} s", again=True)
+        why = how_it_ended(ended.code, ended.said)
+        return refused(why, again=ended.code == -signal.SIGKILL)
+    return msgspec.json.decode(answer, type=Evaluation)
 
 
 def how_it_ended(code: int, stderr: str) -> str:
@@ -249,14 +224,6 @@ def _waited(step: Timeline) -> tuple[Waited, ...]:
     return tuple(sorted(waited, key=lambda w: -w.exposed_s))
 
 
-def main() -> None:
-    """Run a child: read a request from stdin, write the result to stdout."""
-    size = int.from_bytes(sys.stdin.buffer.read(8), "big")
-    request, schedule, kernels = pickle.loads(sys.stdin.buffer.read(size))
-    threading.Thread(target=_end_with_parent, daemon=True).start()
-    print(msgspec.json.encode(compiled(request, schedule, kernels)).decode(), flush=True)
-
-
-def _end_with_parent() -> None:
-    os.read(sys.stdin.fileno(), 1)  # no lock, which Python would want when it ends
-    os._exit(1)
+def answered(payload: bytes) -> bytes:
+    """Answer a request that was sent to this child process."""
+    return msgspec.json.encode(compiled(*pickle.loads(payload)))

@@ -209,7 +209,7 @@ def test_collectives_are_joined_where_that_is_faster(rings, joined_s, taken, joi
     both = {"plain": made(5, compute_s=1), "reordered": made(4, compute_s=1)}
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(NeverSlower, "is_close", True)
-        patch.setattr(never_slower, "joining", lambda text, cost: JOINED)
+        patch.setattr(never_slower, "joining", lambda *_: JOINED)
         speedup = chosen({"overlapped": rings, **both, **options}, joined=of_joined)
     assert (speedup.taken, speedup.joined) == (taken, joined)
     assert ("collectives joined" in str(speedup)) == bool(joined)
@@ -233,7 +233,7 @@ def test_sizes_of_joined_collectives_are_those_that_hide_latency():
         f"bf16[4096,4096] {{\n{values}  ROOT %out = bf16[4096,4096] add(%d.1, %d.8)\n}}\n"
     )
     cost = cost_model("h100-sxm:8x8")
-    smaller, larger = joining(text, cost)
+    smaller, larger = joining(text, cost, {})
     sizes = [int(options[MOST_GATHERED]) for options in (smaller, larger)]
     assert sizes[1] / sizes[0] == pytest.approx(2, rel=1e-6)
     assert [int(options[SCATTERS]) for options in (smaller, larger)] == [n // 64 for n in sizes]
@@ -242,7 +242,9 @@ def test_sizes_of_joined_collectives_are_those_that_hide_latency():
     latency_s = small_s - (large_s - small_s) / 1023
     joined_s = cost.collective_s("all-gather", sizes[0], group)
     assert joined_s == pytest.approx(3 * latency_s, rel=0.2)
-    assert joining(text.replace("all-gather", "all-to-all"), cost) == []
+    assert joining(text.replace("all-gather", "all-to-all"), cost, {}) == []
+    large = text.replace("4096,4096]", "65536,4096]").replace("[64,4096]", "[1024,4096]")
+    assert joining(large, cost, {}) == [], "two are larger than what would be joined"
 
 
 @pytest.mark.parametrize(

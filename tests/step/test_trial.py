@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import subprocess
 import sys
+from collections import defaultdict
 
 import jax
 import jax.numpy as jnp
@@ -17,6 +18,7 @@ from jax.sharding import PartitionSpec as P
 import jaxoverlap
 from jaxoverlap._jax import jobs
 from jaxoverlap._jax.kernel_cache import KnownKernels
+from jaxoverlap._util import workers
 from jaxoverlap.cost.find import cost_model
 from jaxoverlap.passes.scheduling.scheduler import Scheduler, scheduler_pass_for
 from jaxoverlap.step import trial
@@ -133,10 +135,11 @@ def test_a_child_that_is_killed_is_a_result(monkeypatch, tmp_path, ends: str):
     program = f"import os, signal, sys; print('F1121 the check', file=sys.stderr); {ends}"
     popen = subprocess.Popen
     monkeypatch.setattr(
-        trial.subprocess,
+        workers.subprocess,
         "Popen",
         lambda _, **given: popen([sys.executable, "-c", program], **given),
     )
+    monkeypatch.setattr(workers, "_idle", defaultdict(list))
     outcome = attempt(request, tmp_path, 60)
     assert outcome.again == ("SIGKILL" in ends)
     assert outcome.refusal == f"{'SIGKILL' if outcome.again else 'SIGABRT'}: F1121 the check"
@@ -145,8 +148,8 @@ def test_a_child_that_is_killed_is_a_result(monkeypatch, tmp_path, ends: str):
 def test_children_end_with_their_parent(tmp_path):
     """A child waits for its parent's end on the pipe; here the parent is this process."""
     program = (
-        "import sys, threading, time; from jaxoverlap.step import trial;"
-        "threading.Thread(target=trial._end_with_parent, daemon=True).start();"
+        "import threading, time; from jaxoverlap._util import workers;"
+        "threading.Thread(target=workers.end_with_parent, daemon=True).start();"
         "print('ready', flush=True); time.sleep(60)"
     )
     child = subprocess.Popen(
