@@ -21,7 +21,7 @@ from jaxoverlap.passes.analysis.errors import own_faults
 from jaxoverlap.passes.analysis.partitioned import partitioned
 from jaxoverlap.passes.analysis.partitioner_collectives import partitioner_collectives
 from jaxoverlap.plan.plan import Plan
-from jaxoverlap.search.choice import Choice, decided, faster, found_to_compile
+from jaxoverlap.search.choice import CompiledChoice, decided, faster, found_to_compile
 from jaxoverlap.search.found import found
 from jaxoverlap.search.never_slower import predicted
 from jaxoverlap.step.context import mesh_of, prepare
@@ -218,7 +218,7 @@ class Overlapped:
         if self._options.falls_back and program.plan is not None:
             plain = functools.partial(lowered_plain, call)
         if program.undecided and not any(map(jits.is_tracer, call.flat)):
-            compare = functools.partial(faster, Choice(call, program, self._options))
+            compare = functools.partial(faster, CompiledChoice(call, program, self._options))
         return Lowered(
             lowered_as(call, program),
             program.plan,
@@ -299,7 +299,7 @@ class Overlapped:
         with self._lock:
             program = self._agreed(call)
             if program.undecided:
-                program = decided(Choice(call, program, self._options))
+                program = decided(CompiledChoice(call, program, self._options))
                 self._seen.put(_key(call), program, at_most=_MAX_SEEN)
             return program
 

@@ -50,6 +50,8 @@ CLOSE_UNROLLED = 0.015
 # Published options hide collectives and do not make kernels faster: if a step takes at most this
 # share more than the original step's kernels, no published options are compiled.
 EXPOSED = 0.05
+# By estimate, which knows little of the order: where as much is left, they are compiled at once.
+CLEARLY_EXPOSED = 0.15
 # Gathers outside of loops, from as many on, are joined up to these times the bytes that cross the
 # link in a gather's latency: 2 and 4 took 5% off a step of eight unrolled layers, FSDP over 64
 # GB200s (benchmarks.explicit), and 2% over 64 H100s; 2 was best on the first, 4 on the second.

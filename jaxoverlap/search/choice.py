@@ -50,7 +50,7 @@ _DECIDED_WITHIN_S = 3 * _TIMEOUT_S  # three rounds of children, those of a round
 
 
 @dataclass(frozen=True)
-class Choice:
+class CompiledChoice:
     """The choice among the candidates of an undecided step.
 
     Attributes:
@@ -134,7 +134,7 @@ def _kept() -> Path:
     return kept_folder() / "trials"
 
 
-def faster(choice: Choice, lowered: Lowered, options: dict[str, Any] | None) -> Compiled:
+def faster(choice: CompiledChoice, lowered: Lowered, options: dict[str, Any] | None) -> Compiled:
     """Compile a step, or another of its candidates if that is faster by simulation.
 
     This process compiles the overlapped step, and the original one in another order, as one of the
@@ -182,7 +182,7 @@ def faster(choice: Choice, lowered: Lowered, options: dict[str, Any] | None) -> 
     return best
 
 
-def decided(choice: Choice) -> StepProgram:
+def decided(choice: CompiledChoice) -> StepProgram:
     """Return the fastest candidate of an undecided step, for GPUs that are present.
 
     Children compile all candidates for the GPUs' description before this process compiles any; if

@@ -19,7 +19,7 @@ import msgspec
 from jaxoverlap._util.text import human_bytes
 from jaxoverlap.cost.model import CostModel
 from jaxoverlap.flags.published import COMPARED
-from jaxoverlap.plan.limits import CLEAR_GAIN
+from jaxoverlap.plan.limits import CLEAR_GAIN, CLEARLY_EXPOSED
 from jaxoverlap.plan.plan import Plan
 from jaxoverlap.plan.speedup import CandidateName, Overlapped, Speedup, milliseconds
 from jaxoverlap.search.candidate import Candidate
@@ -65,10 +65,22 @@ class NeverSlower:
         clear = price is not None and gains(price.step_s, price.plain_s, CLEAR_GAIN)
         return self.reorders and bool(self.plan.edits) and not clear
 
+    @property
+    def _will_expose(self) -> bool:
+        """Whether the overlapped step leaves much exposed by its estimate.
+
+        Published options will be compiled then, and may as well be at once.
+        """
+        price = self.plan.price
+        if price is None:
+            return False
+        return gains(price.plain_s - price.plain_exposed_s, price.step_s, CLEARLY_EXPOSED)
+
     def _first(self, rows: Sequence[Candidate]) -> Iterator[list[Candidate]]:
         """Propose what is always compared; the overlapped step first."""
         reordered = ["reordered"] if self.is_close else []
-        names = ("overlapped", "plain", *reordered, "other rows", "other loops")
+        published = COMPARED if self.reorders and self._will_expose else ()
+        names = ("overlapped", "plain", *reordered, "other rows", "other loops", *published)
         yield [self.candidates[name] for name in names if name in self.candidates]
 
     def _reordered(self, rows: Sequence[Candidate]) -> Iterator[list[Candidate]]:
@@ -86,8 +98,10 @@ class NeverSlower:
             base = taken
             if taken.stage not in get_args(Overlapped):
                 base = next((row for row in fit if row.stage == "reordered"), None)
-            published = [self.candidates[name] for name in COMPARED]
-            yield [*published, *(self._joined(base) if base is not None else ())]
+            is_new = all(row.stage not in COMPARED for row in rows)
+            published = [self.candidates[name] for name in COMPARED] if is_new else []
+            if batch := [*published, *(self._joined(base) if base is not None else ())]:
+                yield batch
 
     def _joined(self, base: Candidate) -> Iterator[Candidate]:
         """Yield a candidate with options that join its collectives."""

@@ -169,9 +169,8 @@ def quickest(rows: Iterable[Candidate], *, anyway: bool = False) -> Candidate | 
 
 
 def falls_short(after: Candidate, before: Candidate) -> str:
-    """Say why a candidate is not taken in place of another."""
-    slower = after.seconds >= before.seconds
-    return "the step is faster without" if slower else f"it gains less than {GAIN:.0%}"
+    """Say why a candidate is not taken though another is there."""
+    return "it is slower" if after.seconds >= before.seconds else f"it gains less than {GAIN:.0%}"
 
 
 def exposes(taken: Candidate, compiled: Iterable[Candidate]) -> bool:

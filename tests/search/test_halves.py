@@ -129,7 +129,7 @@ def test_rows_that_do_not_divide_are_named(mesh, rows, parts, why_not):
 def test_a_step_that_gains_nothing_keeps_its_rows_whole(mesh):
     small = shapes(mesh, 4, sequence=16)
     plan = jaxoverlap.overlap(made(mesh), cluster=POD, layouts=None).explain(*small)
-    assert plan.halves.why_not == "the step is faster without a split"
+    assert plan.halves.why_not == "it is slower"
 
 
 @pytest.mark.parametrize("halves", [0, 1, -2, 2.0, True, "two"])
@@ -246,7 +246,7 @@ ENTRY %main (x: s8[{arguments},1000000000]) -> s8[1] {{
 }}
 """
     spmd = SpmdProgram(shardings={}, results=(), text=text, num_devices=8)
-    answer = Evaluation(1.0, estimated_peak_bytes(spmd.module))
+    answer = Evaluation(step_s=1.0, peak_bytes=estimated_peak_bytes(spmd.module))
     known: Any = types.SimpleNamespace(program=spmd)
     made = Candidate("scans unrolled", (), answer, evaluated=known)
     assert (unrolled_fits(cost_model(parse_cluster("h100-sxm:1x8")), made) == "") == fit
