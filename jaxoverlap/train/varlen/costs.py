@@ -6,7 +6,7 @@ inside a node and between nodes; and what routing over all rails makes of the la
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -140,15 +140,6 @@ class AttentionCosts:
         blocks = 3 + 2 * (devices - 1)
         return self.ring_times * blocks * float(self.pairs_s((width / 2) ** 2, width / 2))
 
-    def gathered_s(self, lengths: ArrayLike, devices: int) -> Floats:
-        """Return the same where each device has all keys: two chunks by all keys before them."""
-        s = np.asarray(lengths, float)
-        if devices == 1:
-            return self.causal_s(s)
-        chunk = s / (2 * devices)
-        before = self.block_pairs(chunk, (2 * devices - 1) * chunk)
-        return self.pairs_s(before + 2 * self.triangle_pairs(chunk), chunk)
-
     def routed_s(self, num_bytes: ArrayLike, proxies: ArrayLike) -> Floats:
         """Return the seconds of a hop between nodes over so many rails (a reconstruction).
 
@@ -182,10 +173,6 @@ class AttentionCosts:
             return self.intra.latency_s + inside_s
         rate = self.network.bytes_per_s * min(1.0, self.rails / devices)
         return self.network.latency_s + np.maximum(inside_s, size * (nodes - 1) / nodes / rate)
-
-    def without_routing(self) -> AttentionCosts:
-        """Return these prices for nodes that send each hop over one rail."""
-        return replace(self, rails=1)
 
 
 def attention_costs(

@@ -15,9 +15,15 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 
 from jaxoverlap.train.varlen.costs import BACKWARD_COMPUTE, AttentionCosts, Floats
-from jaxoverlap.train.varlen.partition import bound_s, wanted_sizes
 from jaxoverlap.train.varlen.rings import Bounds, Nodes, beside_s, static_s
-from jaxoverlap.train.varlen.sharing import Prices, Room, SequenceSharing, prices_of
+from jaxoverlap.train.varlen.sharing import (
+    Prices,
+    Room,
+    SequenceSharing,
+    bound_s,
+    prices_of,
+    wanted_sizes,
+)
 
 _SHARES = (8.0, 1.0, 0.6, 0.35, 0.2, 0.05)
 _WEIGHTS = (0.0, 1.0)  # of a token's linear layers, while groups are filled

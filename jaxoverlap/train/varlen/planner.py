@@ -12,12 +12,11 @@ from jaxoverlap.hardware.cluster import Cluster, parse_cluster
 from jaxoverlap.train.varlen.arrays import pieces_of, widths_of
 from jaxoverlap.train.varlen.costs import AttentionCosts
 from jaxoverlap.train.varlen.packing import Packing, packed
-from jaxoverlap.train.varlen.partition import partition
 from jaxoverlap.train.varlen.plan import BatchPlan
 from jaxoverlap.train.varlen.programs import fitted, sequences_of
 from jaxoverlap.train.varlen.remap import even_tokens, token_costs, transport
 from jaxoverlap.train.varlen.rings import Bounds, Nodes
-from jaxoverlap.train.varlen.sharing import Infeasible, SequenceSharing
+from jaxoverlap.train.varlen.sharing import Infeasible
 
 _TRIED = 3  # programs, the cheapest at first sight, for which sequences are moved while that helps
 
@@ -172,22 +171,6 @@ class Planner:
         )
         give, want = np.maximum(over, 0), np.maximum(-over, 0)
         return transport(give, want, cost, at_once=bounds.sent)
-
-    def ragged_seconds(self, lengths: ArrayLike) -> float:
-        """Return the seconds of a layer that no program is compiled for: sizes as the batch is.
-
-        A measure of what static sizes cost. Tokens stay for the linear layers where attention has
-        them, and the groups that exchange heads are the best choice for this batch alone.
-        """
-        checked = _checked(lengths)
-        able = [g for g in self.nodes.ring_sizes[1:] if self.costs.kv_heads % g == 0]
-        inside = [g for g in able if not self.nodes.crosses(g)]
-        costs = [replace(self.costs, exchanged=tuple(sizes)) for sizes in (able, inside, [])]
-        shared = (
-            partition(checked, self.nodes, priced, capacity=self.capacity, token_s=priced.linear_s)
-            for priced in costs
-        )
-        return min(map(SequenceSharing.makespan_s, shared))
 
 
 def nodes_of(nodes: Nodes | Cluster | str) -> Nodes:

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
+from numpy.typing import ArrayLike
 
 from jaxoverlap.train.varlen.costs import AttentionCosts, Floats
 from jaxoverlap.train.varlen.rings import Nodes, chunk_slots, ring_s
@@ -297,3 +298,29 @@ def prices_of(
         for c, t, g in zip(compute, tokens, nodes.ring_sizes, strict=True)
     ]
     return Prices(compute, tokens, alone)
+
+
+def bound_s(price: Prices, nodes: Nodes) -> float:
+    """Return what no sharing is faster than, but for what sequences of one ring save together.
+
+    The longest of single sequences at their best, and all of them spread evenly at their least.
+    """
+    alone = np.stack(price.alone_s)
+    shared = (alone * np.array(nodes.ring_sizes)[:, None]).min(axis=0).sum() / nodes.total
+    return float(max(shared, alone.min(axis=0).max(initial=0.0)))
+
+
+def wanted_sizes(price: Prices, limits: ArrayLike, longest_s: float) -> np.ndarray:
+    """Return the smallest ring of each sequence that has room and is fast enough.
+
+    Where none is fast enough, it is the fastest that has room.
+
+    Args:
+        price: of the sequences.
+        limits: slots of a device for each size, or for all.
+        longest_s: seconds of a sequence alone that are fast enough.
+    """
+    room = np.broadcast_to(limits, len(price.tokens))[:, None]
+    alone = np.where(np.stack(price.tokens) <= room, np.stack(price.alone_s), np.inf)
+    short = alone <= longest_s
+    return np.where(short.any(axis=0), short.argmax(axis=0), alone.argmin(axis=0))

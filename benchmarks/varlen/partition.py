@@ -15,13 +15,19 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from dataclasses import replace
 
 import numpy as np
-from numpy.typing import ArrayLike
 
-from jaxoverlap.train.varlen.costs import AttentionCosts
-from jaxoverlap.train.varlen.rings import Nodes
-from jaxoverlap.train.varlen.sharing import Infeasible, Prices, SequenceSharing, prices_of
+from jaxoverlap.train.varlen import AttentionCosts, Nodes
+from jaxoverlap.train.varlen.sharing import (
+    Infeasible,
+    Prices,
+    SequenceSharing,
+    bound_s,
+    prices_of,
+    wanted_sizes,
+)
 
 _SHARES = (1.0, 0.5, 0.25)
 _MORE_SHARES = tuple(np.geomspace(0.05, 3.0, 60).tolist())
@@ -87,32 +93,6 @@ def _resized(best: SequenceSharing, fresh: Callable[[], SequenceSharing]) -> Seq
     return best
 
 
-def bound_s(price: Prices, nodes: Nodes) -> float:
-    """Return what no sharing is faster than, but for what sequences of one ring save together.
-
-    The longest of single sequences at their best, and all of them spread evenly at their least.
-    """
-    alone = np.stack(price.alone_s)
-    shared = (alone * np.array(nodes.ring_sizes)[:, None]).min(axis=0).sum() / nodes.total
-    return float(max(shared, alone.min(axis=0).max(initial=0.0)))
-
-
-def wanted_sizes(price: Prices, limits: ArrayLike, longest_s: float) -> np.ndarray:
-    """Return the smallest ring of each sequence that has room and is fast enough.
-
-    Where none is fast enough, it is the fastest that has room.
-
-    Args:
-        price: of the sequences.
-        limits: slots of a device for each size, or for all.
-        longest_s: seconds of a sequence alone that are fast enough.
-    """
-    room = np.broadcast_to(limits, len(price.tokens))[:, None]
-    alone = np.where(np.stack(price.tokens) <= room, np.stack(price.alone_s), np.inf)
-    short = alone <= longest_s
-    return np.where(short.any(axis=0), short.argmax(axis=0), alone.argmin(axis=0))
-
-
 def _alike(price: Prices, capacity: int) -> list[np.ndarray]:
     """Return one size of ring for all sequences, for each size; larger where there is no room."""
     room = np.stack(price.tokens) <= capacity
@@ -129,3 +109,21 @@ def _split_all(sharing: SequenceSharing) -> SequenceSharing:
     everything = np.arange(len(sharing.lengths))
     sharing.put(everything, at, np.zeros_like(everything))
     return sharing
+
+
+def ragged_seconds(
+    lengths: np.ndarray, nodes: Nodes, costs: AttentionCosts, *, capacity: int
+) -> float:
+    """Return the seconds of a layer that no program is compiled for: sizes as the batch is.
+
+    A measure of what static sizes cost. Tokens stay for the linear layers where attention has
+    them, and the groups that exchange heads are the best choice for this batch alone.
+    """
+    able = [g for g in nodes.ring_sizes[1:] if costs.kv_heads % g == 0]
+    inside = [g for g in able if not nodes.crosses(g)]
+    choices = [replace(costs, exchanged=tuple(sizes)) for sizes in (able, inside, [])]
+    shared = (
+        partition(lengths, nodes, priced, capacity=capacity, token_s=priced.linear_s)
+        for priced in choices
+    )
+    return min(map(SequenceSharing.makespan_s, shared))
