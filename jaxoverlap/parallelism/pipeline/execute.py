@@ -153,7 +153,7 @@ def _device(
 ) -> tuple[jax.Array, tuple[Tree, Tree]]:
     """Run all ticks of one stage."""
     tables = schedule.tables()
-    rows = [jnp.asarray(array)[index[0]] for array in tables.arrays]
+    rows = [jnp.asarray(array)[index[0]] for array in tables.rows]
     at_first, at_last = index[0] == 0, index[0] == schedule.stages - 1
     count, v = schedule.micro_batches, schedule.pieces
 

@@ -11,12 +11,12 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+from jaxoverlap._util.limits import AtLeast1, checked, whole
 from jaxoverlap.cost.find import cost_model
 from jaxoverlap.cost.groups import Group
 from jaxoverlap.cost.model import CostModel
 from jaxoverlap.hardware.cluster import Cluster
 from jaxoverlap.plan.collectives import PERMUTE
-from jaxoverlap.train.arguments import whole
 
 Floats = NDArray[np.float64]
 
@@ -45,6 +45,7 @@ class Hop:
 
 
 @dataclass(frozen=True, kw_only=True)
+@checked
 class AttentionCosts:
     """The estimated seconds of one layer's attention. Make one by `attention_costs`.
 
@@ -77,7 +78,7 @@ class AttentionCosts:
     linear_s: float
     intra: Hop
     network: Hop
-    rails: int
+    rails: AtLeast1
     backward_bytes: float = 3.0
     tile: tuple[int, int] = (1, 1)
     kv_heads: int = 1
@@ -91,8 +92,6 @@ class AttentionCosts:
                 f"{len(self.blocks)} blocks with {len(self.pair_s)} prices: expected as many of "
                 "each, at least one, and prices above zero"
             )
-        if self.rails < 1:
-            raise ValueError(f"rails={self.rails}: expected 1 or more")
 
     def pairs_s(self, pairs: ArrayLike, block: ArrayLike) -> Floats:
         """Return the seconds of so many pairs of query and key, in blocks of so many tokens."""

@@ -8,6 +8,7 @@ from dataclasses import replace
 import numpy as np
 from numpy.typing import ArrayLike
 
+from jaxoverlap._util.expect import expect
 from jaxoverlap.hardware.cluster import Cluster, parse_cluster
 from jaxoverlap.train.varlen.arrays import pieces_of, widths_of
 from jaxoverlap.train.varlen.costs import AttentionCosts
@@ -51,8 +52,7 @@ class Planner:
         capacity: int,
         programs: Sequence[Bounds] = (),
     ):
-        if capacity < 2:
-            raise ValueError(f"capacity={capacity}: expected 2 tokens a device or more")
+        expect(capacity >= 2, "capacity", capacity, "2 tokens a device or more")
         self.nodes, self.capacity, self.costs = nodes_of(nodes), capacity + capacity % 2, costs
         self.programs = tuple(programs)
         for bounds in self.programs:

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jaxoverlap.train.arguments import flag, whole
+from jaxoverlap._util.limits import AtLeast1, checked
 from jaxoverlap.train.compression.compressors.compressor import (
     Averaged,
     Setting,
@@ -24,6 +24,7 @@ _ITERATIONS = 5  # subspace iterations of a measurement, as in L-GreCo's release
 
 
 @dataclass(frozen=True)
+@checked
 class PowerSGD:
     """PowerSGD with error feedback and warm start: average products of two thin matrices.
 
@@ -42,18 +43,10 @@ class PowerSGD:
     """
 
     memory_passes: ClassVar[int] = 8  # two matmuls and a third read it, and its error is written
-    rank: int = 4
+    rank: AtLeast1 = 4
     _: KW_ONLY
     orthogonalize: Method = "auto"
     error_feedback: bool = True
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "rank", whole("rank", self.rank, 1))
-        flag("error_feedback", self.error_feedback)
-        if self.orthogonalize not in ("auto", "qr", "gram-schmidt"):
-            raise ValueError(
-                f"orthogonalize={self.orthogonalize!r}: expected 'qr', 'gram-schmidt' or 'auto'"
-            )
 
     @property
     def setting(self) -> Setting:

@@ -5,13 +5,14 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import KW_ONLY, dataclass, replace
-from typing import Any, ClassVar, Literal, get_args
+from functools import partial
+from typing import Annotated, Any, ClassVar, Literal
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jaxoverlap.train.arguments import flag, whole
+from jaxoverlap._util.limits import checked, whole
 from jaxoverlap.train.compression.compressors import two_bits
 from jaxoverlap.train.compression.compressors.compressor import (
     Averaged,
@@ -32,6 +33,7 @@ BUCKET = 512  # elements that share a range
 
 
 @dataclass(frozen=True)
+@checked
 class QSGD:
     """Quantisation with stochastic rounding, which is right in the mean.
 
@@ -55,23 +57,17 @@ class QSGD:
     """
 
     memory_passes: ClassVar[int] = 12  # ranges, codes, packing, and back
-    bits: int = 4
+    bits: Annotated[int, partial(whole, least=1, most=8)] = 4
     _: KW_ONLY
     error_feedback: bool = False
     levels: Levels = "range"
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "bits", whole("bits", self.bits, 1, 8))
-        flag("error_feedback", self.error_feedback)
         if self.error_feedback and self.bits == 1:
             raise ValueError(
                 "bits=1 with error_feedback=True: one bit of a bucket's range loses more than the "
                 "gradient has, and what is kept would grow without end; give 2 bits or more, or "
                 "no error feedback"
-            )
-        if self.levels not in get_args(Levels):
-            raise ValueError(
-                f"levels={self.levels!r}: expected one of {', '.join(get_args(Levels))}"
             )
         if self.levels == "means" and self.bits != 2:
             raise ValueError(

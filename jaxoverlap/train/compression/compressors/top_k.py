@@ -5,13 +5,15 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import KW_ONLY, dataclass, replace
-from typing import Any, ClassVar
+from functools import partial
+from typing import Annotated, Any, ClassVar
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jaxoverlap.train.arguments import flag, number
+from jaxoverlap._util.expect import expect
+from jaxoverlap._util.limits import checked, number
 from jaxoverlap.train.compression.compressors import two_bits
 from jaxoverlap.train.compression.compressors.compressor import (
     Averaged,
@@ -29,6 +31,7 @@ _PLACE_BITS = 12  # of an index in a chunk
 
 
 @dataclass(frozen=True)
+@checked
 class TopK:
     """TopK with error feedback: each worker sends its own largest elements.
 
@@ -49,16 +52,13 @@ class TopK:
     """
 
     memory_passes: ClassVar[int] = 40  # mostly the selection
-    fraction: float = 0.01
+    fraction: Annotated[float, partial(number, above=0, most=1)] = 0.01
     _: KW_ONLY
     error_feedback: bool = True
     bits: int | None = None
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "fraction", number("fraction", self.fraction, above=0, most=1))
-        flag("error_feedback", self.error_feedback)
-        if self.bits not in (None, 2):
-            raise ValueError(f"bits={self.bits!r}: expected 2, or None for values as they are")
+        expect(self.bits in (None, 2), "bits", self.bits, "2, or None for values as they are")
 
     @property
     def setting(self) -> Setting:
