@@ -14,11 +14,11 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from benchmarks.varlen.partition import partition, ragged_seconds
+from benchmarks.varlen.partition import RaggedSharing, partition, ragged_seconds
 from jaxoverlap.train.varlen import AttentionCosts, Nodes, Planner
 from jaxoverlap.train.varlen.costs import BACKWARD_COMPUTE
 from jaxoverlap.train.varlen.rings import ring_s
-from jaxoverlap.train.varlen.sharing import SequenceSharing, prices_of
+from jaxoverlap.train.varlen.sharing import prices_of
 
 _SEARCHED = 12  # choices of degrees in which FlexSP's sequences are moved
 PHASES = ((1.0, 1.0), (BACKWARD_COMPUTE, 2.0))  # compute and bytes, forward and backward
@@ -166,7 +166,7 @@ def hybrid_data(setup: Setup, lengths: np.ndarray) -> float:
 def _hybrid(setup: Setup, lengths: np.ndarray, wanted: np.ndarray, costs: AttentionCosts) -> float:
     nodes = setup.nodes
     prices = prices_of(lengths, nodes, costs)
-    shared = SequenceSharing(lengths, nodes, costs, prices, setup.capacity)
+    shared = RaggedSharing(lengths, nodes, costs, prices, capacity=setup.capacity)
     work = np.zeros(nodes.total)
     for index in np.lexsort((-lengths, -wanted)):
         size = nodes.ring_sizes[wanted[index]]

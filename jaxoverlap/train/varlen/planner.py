@@ -159,7 +159,7 @@ class Planner:
         wide = all(w <= bounds.width(g) for g, w in widths_of(pieces, self.nodes, bounds).items())
         if not wide or tokens.max() > bounds.tokens or flow.max() > bounds.sent:
             return None
-        seconds = {g: np.repeat(packing.attention_seconds(i), g) for i, g in enumerate(sizes)}
+        seconds = {g: np.repeat(packing.ring_seconds(i), g) for i, g in enumerate(sizes)}
         costs = replace(self.costs, exchanged=bounds.exchanged)
         return BatchPlan(lengths, size, packing.ring, seconds, flow, self.nodes, costs, bounds)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import KW_ONLY, dataclass, replace
+from dataclasses import KW_ONLY, dataclass
 from typing import Any, ClassVar
 
 import jax
@@ -13,6 +13,7 @@ from jax import lax
 from jaxoverlap._util.limits import AtLeast1, checked
 from jaxoverlap.train.compression.compressors.compressor import (
     Averaged,
+    OneSetting,
     Setting,
     Worker,
 )
@@ -25,7 +26,7 @@ _ITERATIONS = 5  # subspace iterations of a measurement, as in L-GreCo's release
 
 @dataclass(frozen=True)
 @checked
-class PowerSGD:
+class PowerSGD(OneSetting):
     """PowerSGD with error feedback and warm start: average products of two thin matrices.
 
     P = mean(M_i Q) and Q' = mean(M_iᵀ orthonormal(P)) are sent, rank columns each. The state is Q,
@@ -42,20 +43,12 @@ class PowerSGD:
         ValueError: for a rank below 1, or an unknown method.
     """
 
+    field: ClassVar[str] = "rank"
     memory_passes: ClassVar[int] = 8  # two matmuls and a third read it, and its error is written
     rank: AtLeast1 = 4
     _: KW_ONLY
     orthogonalize: Method = "auto"
     error_feedback: bool = True
-
-    @property
-    def setting(self) -> Setting:
-        """Return the rank."""
-        return self.rank
-
-    def with_setting(self, setting: Setting) -> PowerSGD:
-        """Return the same with another rank."""
-        return replace(self, rank=setting)  # type: ignore[arg-type]  # checked when made
 
     def at(self, setting: Setting, layer: Layer) -> Setting:
         """Return the rank, at most the layer's own."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import KW_ONLY, dataclass, replace
+from dataclasses import KW_ONLY, dataclass
 from functools import partial
 from typing import Annotated, Any, ClassVar, Literal
 
@@ -16,6 +16,7 @@ from jaxoverlap._util.limits import checked, whole
 from jaxoverlap.train.compression.compressors import two_bits
 from jaxoverlap.train.compression.compressors.compressor import (
     Averaged,
+    OneSetting,
     Setting,
     Worker,
 )
@@ -34,7 +35,7 @@ BUCKET = 512  # elements that share a range
 
 @dataclass(frozen=True)
 @checked
-class QSGD:
+class QSGD(OneSetting):
     """Quantisation with stochastic rounding, which is right in the mean.
 
     Each bucket of 512 elements is rounded to 2**bits values from its least to its greatest, up or
@@ -56,6 +57,7 @@ class QSGD:
         ValueError: for other bits or levels, or one bit with error feedback.
     """
 
+    field: ClassVar[str] = "bits"
     memory_passes: ClassVar[int] = 12  # ranges, codes, packing, and back
     bits: Annotated[int, partial(whole, least=1, most=8)] = 4
     _: KW_ONLY
@@ -75,27 +77,11 @@ class QSGD:
                 "bits; give bits=2"
             )
 
-    @property
-    def setting(self) -> Setting:
-        """Return the bits of an element."""
-        return self.bits
-
-    def with_setting(self, setting: Setting) -> QSGD:
-        """Return the same with other bits."""
-        return replace(self, bits=setting)  # type: ignore[arg-type]  # checked when made
-
-    def at(self, setting: Setting, layer: Layer) -> Setting:
-        """Return the bits."""
-        return int(setting)
-
     def candidates(self, layer: Layer) -> tuple[Setting, ...]:
         """Return 2 to 8 bits, and the default; 2 alone where levels are means."""
         if self.levels == "means":
             return (self.bits,)
         return tuple(sorted({*range(2, 9), self.bits}))
-
-    def init(self, layer: Layer, key: jax.Array, settings: Sequence[Setting]) -> None:
-        """Return no state."""
 
     def average(
         self, matrix: jax.Array, state: Any, *, layer: Layer, setting: Setting, at: Worker

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import KW_ONLY, dataclass, replace
+from dataclasses import KW_ONLY, dataclass
 from functools import partial
 from typing import Annotated, Any, ClassVar
 
@@ -17,6 +17,7 @@ from jaxoverlap._util.limits import checked, number
 from jaxoverlap.train.compression.compressors import two_bits
 from jaxoverlap.train.compression.compressors.compressor import (
     Averaged,
+    OneSetting,
     Setting,
     Worker,
 )
@@ -32,7 +33,7 @@ _PLACE_BITS = 12  # of an index in a chunk
 
 @dataclass(frozen=True)
 @checked
-class TopK:
+class TopK(OneSetting):
     """TopK with error feedback: each worker sends its own largest elements.
 
     Bytes grow with the number of workers, as indices differ between them: an all-gather. Source:
@@ -51,6 +52,7 @@ class TopK:
         ValueError: for another fraction, or other bits.
     """
 
+    field: ClassVar[str] = "fraction"
     memory_passes: ClassVar[int] = 40  # mostly the selection
     fraction: Annotated[float, partial(number, above=0, most=1)] = 0.01
     _: KW_ONLY
@@ -60,25 +62,9 @@ class TopK:
     def __post_init__(self) -> None:
         expect(self.bits in (None, 2), "bits", self.bits, "2, or None for values as they are")
 
-    @property
-    def setting(self) -> Setting:
-        """Return the fraction of the elements."""
-        return self.fraction
-
-    def with_setting(self, setting: Setting) -> TopK:
-        """Return the same with another fraction."""
-        return replace(self, fraction=setting)
-
-    def at(self, setting: Setting, layer: Layer) -> Setting:
-        """Return the fraction."""
-        return float(setting)
-
     def candidates(self, layer: Layer) -> tuple[Setting, ...]:
         """Return fractions from 0.1% to 10%, and the default."""
         return tuple(sorted({*_FRACTIONS, self.fraction}))
-
-    def init(self, layer: Layer, key: jax.Array, settings: Sequence[Setting]) -> None:
-        """Return no state."""
 
     def average(
         self, matrix: jax.Array, state: Any, *, layer: Layer, setting: Setting, at: Worker
