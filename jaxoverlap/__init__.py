@@ -13,112 +13,68 @@ from typing import TYPE_CHECKING, Any
 import jaxoverlap._util.passes_link  # noqa: F401 # before all that needs it
 
 if TYPE_CHECKING:
-    from jaxoverlap import ring
-    from jaxoverlap.api import Overlapped, overlap, tune
-    from jaxoverlap.hardware.cluster import Chip, Cluster, Link, chips, parse_cluster
-    from jaxoverlap.hardware.lost import LostError, lost_named
-    from jaxoverlap.hardware.pods import PodsUnavailableError, pod_mesh
+    from jaxoverlap import ring as ring
+    from jaxoverlap.api import Overlapped as Overlapped
+    from jaxoverlap.api import overlap as overlap
+    from jaxoverlap.api import tune as tune
+    from jaxoverlap.hardware.cluster import Chip as Chip
+    from jaxoverlap.hardware.cluster import Cluster as Cluster
+    from jaxoverlap.hardware.cluster import Link as Link
+    from jaxoverlap.hardware.cluster import chips as chips
+    from jaxoverlap.hardware.cluster import parse_cluster as parse_cluster
+    from jaxoverlap.hardware.lost import LostError as LostError
+    from jaxoverlap.hardware.lost import lost_named as lost_named
+    from jaxoverlap.hardware.pods import PodsUnavailableError as PodsUnavailableError
+    from jaxoverlap.hardware.pods import pod_mesh as pod_mesh
+    from jaxoverlap.ops import attention as attention
+    from jaxoverlap.ops import compiler_options as compiler_options
+    from jaxoverlap.ops import decisions as decisions
+    from jaxoverlap.ops import dot_general as dot_general
+    from jaxoverlap.ops import einsum as einsum
+    from jaxoverlap.ops import matmul as matmul
+    from jaxoverlap.ops import per_sequence as per_sequence
     from jaxoverlap.ops import (
-        attention,
-        compiler_options,
-        decisions,
-        dot_general,
-        einsum,
-        matmul,
-        per_sequence,
-        softmax_cross_entropy_with_integer_labels,
+        softmax_cross_entropy_with_integer_labels as softmax_cross_entropy_with_integer_labels,
     )
-    from jaxoverlap.parallelism import pipeline
-    from jaxoverlap.parallelism.configuration import Configuration
-    from jaxoverlap.parallelism.configure import Configurations, NothingFitsError, configure
-    from jaxoverlap.parallelism.model import Transformer
-    from jaxoverlap.passes.analysis.errors import RewriteError
-    from jaxoverlap.passes.scheduling.scheduler import Scheduled, Scheduler
-    from jaxoverlap.plan.plan import (
-        ChannelRow,
-        Decision,
-        MadeFor,
-        Measured,
-        Nccl,
-        Plan,
-        Predictions,
-        Reason,
-        Schedule,
-        Skip,
-        Variant,
-    )
-    from jaxoverlap.plan.speedup import Speedup
-    from jaxoverlap.profiling.record import profile
-    from jaxoverlap.simulation.audit import Audit, Collective, Coverage, audit
-    from jaxoverlap.simulation.simulation import Simulation, simulate
-    from jaxoverlap.step.processes import DisagreementError, agreed
-    from jaxoverlap.step.programs import Program
-    from jaxoverlap.step.stages import Compiled, Lowered
-    from jaxoverlap.tuning.tune import Tuning
+    from jaxoverlap.parallelism import pipeline as pipeline
+    from jaxoverlap.parallelism.configuration import Configuration as Configuration
+    from jaxoverlap.parallelism.configure import Configurations as Configurations
+    from jaxoverlap.parallelism.configure import NothingFitsError as NothingFitsError
+    from jaxoverlap.parallelism.configure import configure as configure
+    from jaxoverlap.parallelism.model import Transformer as Transformer
+    from jaxoverlap.passes.analysis.errors import RewriteError as RewriteError
+    from jaxoverlap.passes.scheduling.scheduler import Scheduled as Scheduled
+    from jaxoverlap.passes.scheduling.scheduler import Scheduler as Scheduler
+    from jaxoverlap.plan.plan import ChannelRow as ChannelRow
+    from jaxoverlap.plan.plan import Decision as Decision
+    from jaxoverlap.plan.plan import MadeFor as MadeFor
+    from jaxoverlap.plan.plan import Measured as Measured
+    from jaxoverlap.plan.plan import Nccl as Nccl
+    from jaxoverlap.plan.plan import Plan as Plan
+    from jaxoverlap.plan.plan import Predictions as Predictions
+    from jaxoverlap.plan.plan import Reason as Reason
+    from jaxoverlap.plan.plan import Schedule as Schedule
+    from jaxoverlap.plan.plan import Skip as Skip
+    from jaxoverlap.plan.plan import Variant as Variant
+    from jaxoverlap.plan.speedup import Speedup as Speedup
+    from jaxoverlap.profiling.record import profile as profile
+    from jaxoverlap.simulation.audit import Audit as Audit
+    from jaxoverlap.simulation.audit import Collective as Collective
+    from jaxoverlap.simulation.audit import Coverage as Coverage
+    from jaxoverlap.simulation.audit import audit as audit
+    from jaxoverlap.simulation.simulation import Simulation as Simulation
+    from jaxoverlap.simulation.simulation import simulate as simulate
+    from jaxoverlap.step.processes import DisagreementError as DisagreementError
+    from jaxoverlap.step.processes import agreed as agreed
+    from jaxoverlap.step.programs import Program as Program
+    from jaxoverlap.step.stages import Compiled as Compiled
+    from jaxoverlap.step.stages import Lowered as Lowered
+    from jaxoverlap.tuning.tune import Tuning as Tuning
 
 try:
     __version__ = version("jaxoverlap")
 except PackageNotFoundError:  # run from a checkout, by PYTHONPATH
     __version__ = "not installed"
-
-__all__ = [
-    "Audit",
-    "ChannelRow",
-    "Chip",
-    "Cluster",
-    "Collective",
-    "Compiled",
-    "Configuration",
-    "Configurations",
-    "Coverage",
-    "Decision",
-    "DisagreementError",
-    "Link",
-    "LostError",
-    "Lowered",
-    "MadeFor",
-    "Measured",
-    "Nccl",
-    "NothingFitsError",
-    "Overlapped",
-    "Plan",
-    "PodsUnavailableError",
-    "Predictions",
-    "Program",
-    "Reason",
-    "RewriteError",
-    "Schedule",
-    "Scheduled",
-    "Scheduler",
-    "Simulation",
-    "Skip",
-    "Speedup",
-    "Transformer",
-    "Tuning",
-    "Variant",
-    "__version__",
-    "agreed",
-    "attention",
-    "audit",
-    "chips",
-    "compiler_options",
-    "configure",
-    "decisions",
-    "dot_general",
-    "einsum",
-    "lost_named",
-    "matmul",
-    "overlap",
-    "parse_cluster",
-    "per_sequence",
-    "pipeline",
-    "pod_mesh",
-    "profile",
-    "ring",
-    "simulate",
-    "softmax_cross_entropy_with_integer_labels",
-    "tune",
-]
 
 # The module of each name that is not a module itself; the block above tells type checkers the same.
 _NAMES = {
@@ -146,6 +102,7 @@ _NAMES = {
 }
 _MODULE_OF = {name: module for module, names in _NAMES.items() for name in names.split()}
 _MODULES = {"pipeline": "jaxoverlap.parallelism.pipeline", "ring": "jaxoverlap.ring"}
+__all__ = ["__version__", *_MODULE_OF, *_MODULES]  # pyright: ignore[reportUnsupportedDunderAll]
 
 
 def __getattr__(name: str) -> Any:

@@ -14,11 +14,11 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from benchmarks.varlen.partition import RaggedSharing, partition, ragged_seconds
 from jaxoverlap.train.varlen import AttentionCosts, Nodes, Planner
 from jaxoverlap.train.varlen.costs import BACKWARD_COMPUTE
-from jaxoverlap.train.varlen.partition import partition
 from jaxoverlap.train.varlen.rings import ring_s
-from jaxoverlap.train.varlen.sharing import SequenceSharing, prices_of
+from jaxoverlap.train.varlen.sharing import prices_of
 
 _SEARCHED = 12  # choices of degrees in which FlexSP's sequences are moved
 PHASES = ((1.0, 1.0), (BACKWARD_COMPUTE, 2.0))  # compute and bytes, forward and backward
@@ -110,11 +110,20 @@ def llama_gather(setup: Setup, lengths: np.ndarray) -> float:
 
 def _gathered(setup: Setup, lengths: np.ndarray, size: int) -> float:
     """Return the seconds of all-gather context parallelism of some sequences on one group."""
-    compute = float(setup.flash.gathered_s(lengths, size).sum())
+    compute = float(_gathered_s(setup.flash, lengths, size).sum())
     tokens = float(np.ceil(lengths / (2 * size)).sum() * 2)
     moved_s = 2 * setup.gather_s(tokens * size * setup.costs.token_bytes, size)
     launches = 2 * setup.flash.launch_s
     return (1 + BACKWARD_COMPUTE) * compute + launches + moved_s + setup.linear_s(tokens)
+
+
+def _gathered_s(costs: AttentionCosts, lengths: np.ndarray, devices: int) -> np.ndarray:
+    """Return the seconds of each sequence where each device has all keys: two chunks a device."""
+    if devices == 1:
+        return costs.causal_s(lengths)
+    chunk = lengths / (2 * devices)
+    before = costs.block_pairs(chunk, (2 * devices - 1) * chunk)
+    return costs.pairs_s(before + 2 * costs.triangle_pairs(chunk), chunk)
 
 
 def usp(setup: Setup, lengths: np.ndarray) -> float:
@@ -157,7 +166,7 @@ def hybrid_data(setup: Setup, lengths: np.ndarray) -> float:
 def _hybrid(setup: Setup, lengths: np.ndarray, wanted: np.ndarray, costs: AttentionCosts) -> float:
     nodes = setup.nodes
     prices = prices_of(lengths, nodes, costs)
-    shared = SequenceSharing(lengths, nodes, costs, prices, setup.capacity)
+    shared = RaggedSharing(lengths, nodes, costs, prices, capacity=setup.capacity)
     work = np.zeros(nodes.total)
     for index in np.lexsort((-lengths, -wanted)):
         size = nodes.ring_sizes[wanted[index]]
@@ -378,12 +387,12 @@ def planned(setup: Setup, lengths: np.ndarray) -> float:
 def ragged(setup: Setup, lengths: np.ndarray) -> float:
     """Ours with sizes as the batch is: no program."""
     planner = Planner(setup.costs, setup.nodes, capacity=setup.capacity)
-    return planner.ragged_seconds(lengths)
+    return ragged_seconds(lengths, planner.nodes, planner.costs, capacity=planner.capacity)
 
 
 def by_attention(setup: Setup, lengths: np.ndarray, *, routing: bool) -> float:
     """Groups balanced by attention alone, tokens left where attention has them; ragged."""
-    costs = setup.costs if routing else setup.costs.without_routing()
+    costs = setup.costs if routing else replace(setup.costs, rails=1)
     shared = partition(lengths, setup.nodes, costs, capacity=setup.capacity)
     linear_s = setup.costs.linear_s * shared.device_tokens()
     return float((shared.device_seconds() + linear_s).max())

@@ -67,7 +67,7 @@ def plan_of(way: str, pod: str, lengths: np.ndarray) -> varlen.BatchPlan:
     costs = varlen.attention_costs(pod, heads=32, head_size=128, hidden=4096, mlp=16384)
     if way != "ring":
         return varlen.Planner(costs, pod, capacity=round(1.25 * TOKENS))(lengths)
-    costs = replace(costs.without_routing(), kv_heads=1)  # one head is not exchanged
+    costs = replace(costs, rails=1, kv_heads=1)  # one head is not exchanged
     nodes = nodes_of(pod)
     width = 2 * int((-(-lengths // (2 * nodes.total))).sum())
     bounds = bounds_of({nodes.total: width}, width, 0)

@@ -5,12 +5,13 @@
 
 Programs are fitted on batches of the first half of a list, and batches of the second half of every
 list are planned for them. The ratio is that of the sums of a layer's seconds: at the static sizes
-of the program that runs, and at sizes as each batch is (`Planner.ragged_seconds`).
+of the program that runs, and at sizes as each batch is (`partition.ragged_seconds`).
 """
 
 from __future__ import annotations
 
 import json
+from functools import partial
 from pathlib import Path
 from typing import Annotated
 
@@ -20,6 +21,7 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.frame import MaybeOut, add_rows
+from benchmarks.varlen.partition import ragged_seconds
 from benchmarks.varlen.table import CLUSTERS, batches, first, setup_of
 from jaxoverlap.train.varlen import Planner
 
@@ -43,7 +45,10 @@ def main(
         total = nodes * 8 * tokens
         held = {n: _held(x[len(x) // 2 :], total, count) for n, x in known.items()}
         planner = Planner(setup.costs, setup.nodes, capacity=setup.capacity)
-        ragged = {n: np.array([planner.ragged_seconds(x) for x in b]) for n, b in held.items()}
+        ragged_s = partial(
+            ragged_seconds, nodes=planner.nodes, costs=planner.costs, capacity=planner.capacity
+        )
+        ragged = {n: np.array([ragged_s(x) for x in b]) for n, b in held.items()}
         for fitted, half in known.items():
             planner.fit(first(half[: len(half) // 2], total, FITTED, seed=0))
             for tried, bounds_s in ragged.items():

@@ -126,11 +126,8 @@ def with_links_here(
 ) -> ChipTables:
     """Measure collectives alone, where links have changed since `tables` were measured here."""
     programs = ((key, make) for key, make in _programs(grid) if key[0] in COLLECTIVES)
-    rows = list(_collective_rows(_timed(programs, grid.rounds, advance, lambda: None)))
     return msgspec.structs.replace(
-        tables,
-        collectives=fit.fit_collectives([r for r in rows if r.kind != PERMUTE], _SOURCE),
-        permutes=_permutes([r for r in rows if r.kind == PERMUTE]),
+        tables, **_links(_timed(programs, grid.rounds, advance, lambda: None))
     )
 
 
@@ -168,14 +165,12 @@ def _fit(date: str, taken: Taken, grid: Grid) -> ChipTables:
         reached = float(np.max(2.0 * rows.m * rows.n * rows.k / rows.seconds))
         rates = replace(rates, flops_per_s=min(rates.flops_per_s, 1.5 * reached))
         matmuls[dtype] = fit.fit_matmuls(rows, rates, _SOURCE, grid.m, grid.nk)
-    rows = list(_collective_rows(taken))
     tables = ChipTables(
         chip=devices[0].device_kind,
         date=date,
         matmuls=matmuls,
         memory=_memory(taken, grid),
-        collectives=fit.fit_collectives([r for r in rows if r.kind != PERMUTE], _SOURCE),
-        permutes=_permutes([r for r in rows if r.kind == PERMUTE]),
+        **_links(taken),
         channels=0,
         skew=_skew(taken, grid),
         taken=_taken(taken),
@@ -353,6 +348,14 @@ def _collective_rows(taken: Taken) -> Iterator[fit.CollectiveRow]:
         share = 1.0 if kind == PERMUTE else (size - 1) / size
         moved = COLLECTIVES[kind][2] * 4 * count * share
         yield fit.CollectiveRow(kind, size, moved, float(np.median(taken[kind, count, size])))
+
+
+def _links(taken: Taken) -> dict[str, Any]:
+    """Fit the tables of collectives and of permutes."""
+    rows = list(_collective_rows(taken))
+    others = [r for r in rows if r.kind != PERMUTE]
+    permutes = _permutes([r for r in rows if r.kind == PERMUTE])
+    return dict(collectives=fit.fit_collectives(others, _SOURCE), permutes=permutes)
 
 
 def _permutes(rows: list[fit.CollectiveRow]) -> Permutes:

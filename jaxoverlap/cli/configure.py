@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import sys
 from enum import StrEnum
 from pathlib import Path
@@ -132,7 +133,8 @@ def configure(
     if compiled:
         from jaxoverlap.cli.configure_model import simulate_best
 
-        simulated = simulate_best(found, compiled, trainer, _progress)
+        progress = functools.partial(print, file=sys.stderr, flush=True)
+        simulated = simulate_best(found, compiled, trainer, progress)
     if json:
         show_json(_builtins(found, simulated))
         return OK
@@ -144,24 +146,12 @@ def configure(
     return OK
 
 
-def _progress(line: str) -> None:
-    print(line, file=sys.stderr, flush=True)
-
-
 def _builtins(found: Configurations, simulated: list[Simulated]) -> dict[str, Any]:
     """Return the ranking as plain data, the best configuration first."""
     data = found.to_builtins()
     if simulated:
         rows = {id(s): row for s, row in zip(found, data["configurations"], strict=True)}
-        data["configurations"] = [
-            {
-                **rows[id(one.scored)],
-                "simulated_s": one.simulated_s,
-                "simulated_bytes": one.simulated_bytes,
-                "failed": one.failed,
-            }
-            for one in simulated
-        ]
+        data["configurations"] = [{**rows[id(one.scored)], **one.facts} for one in simulated]
     return data
 
 

@@ -41,6 +41,11 @@ class Simulated:
     simulated_bytes: float | None = None
     failed: str = ""
 
+    @property
+    def facts(self) -> dict[str, Any]:
+        """Return what compiling added to the form's prediction."""
+        return {name: value for name, value in vars(self).items() if name != "scored"}
+
 
 def simulate_best(
     found: Configurations, count: int, trainer: str, progress: Callable[[str], None]
@@ -107,6 +112,11 @@ def simulated_costs(compiled: Compiled, pod: str) -> tuple[float, float]:
     return compiled.simulate(pod).step_s, peak_bytes(memory)
 
 
+def shown_if(value: float | None, form: str, times: float = 1.0) -> str:
+    """Format a number so many times as large; nothing if there is none."""
+    return "" if value is None else format(value * times, form)
+
+
 def shown(simulated: list[Simulated]) -> str:
     """Format the compiled configurations as a table of predicted and simulated time and memory."""
     done = [one for one in simulated if one.simulated_s is not None or one.failed]
@@ -115,9 +125,9 @@ def shown(simulated: list[Simulated]) -> str:
             str(number),
             one.scored.shown,
             f"{one.scored.step_s:.3g}",
-            "" if one.simulated_s is None else f"{one.simulated_s:.3g}",
+            shown_if(one.simulated_s, ".3g"),
             f"{one.scored.memory.total / 1e9:.1f}",
-            "" if one.simulated_bytes is None else f"{one.simulated_bytes / 1e9:.1f}",
+            shown_if(one.simulated_bytes, ".1f", 1e-9),
         )
         for number, one in enumerate(done, 1)
     ]

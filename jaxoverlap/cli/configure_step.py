@@ -12,7 +12,7 @@ import jax
 from jaxoverlap._jax.jit_wrappers import arguments_reach, find_jit, jitted_alone
 from jaxoverlap._util.text import first_line, table
 from jaxoverlap.api import Overlapped
-from jaxoverlap.cli.configure_model import simulated_costs
+from jaxoverlap.cli.configure_model import shown_if, simulated_costs
 from jaxoverlap.cli.shell.output import working
 from jaxoverlap.cli.shell.target import Target, target
 from jaxoverlap.cost.find import cost_model
@@ -60,11 +60,13 @@ def rank(step: str, pod: str, names: list[str], *, compiled: int) -> list[Ranked
         ValueError: if an axis has no name or the name of another, or no mesh gets an estimate; with
             the first reason.
     """
-    _check(names)
-    cluster = parse_cluster(pod)
+    if not all(name.isidentifier() for name in names) or len(set(names)) < len(names):
+        raise ValueError(
+            f"--over {','.join(names)}: expected the names of axes, each once, as in data,model"
+        )
     meshes = [
         Ranked(dict(zip(names, sizes, strict=True)), math.inf, math.inf)
-        for sizes in factorizations(cluster.num_devices, len(names))
+        for sizes in factorizations(parse_cluster(pod).num_devices, len(names))
     ]
     ranked = list(_evaluated("estimating", _estimated, step, pod, meshes))
     ranked.sort(key=lambda one: one.estimated_s)
@@ -85,13 +87,6 @@ def _evaluated(
         with working(f"{verb} mesh {number} of {len(meshes)}: {_axes_text(mesh)}"):
             done = _recorded(mesh, evaluate, step, pod, mesh)
         yield done
-
-
-def _check(names: list[str]) -> None:
-    if not all(name.isidentifier() for name in names) or len(set(names)) < len(names):
-        raise ValueError(
-            f"--over {','.join(names)}: expected the names of axes, each once, as in data,model"
-        )
 
 
 def _built(step: str, pod: str, axes: dict[str, int]) -> Target:
@@ -152,8 +147,8 @@ def shown(ranked: list[Ranked], pod: str) -> str:
             _axes_text(one),
             f"{one.estimated_s * 1e3:.1f}",
             f"{one.estimated_bytes / 1e9:.1f}",
-            "" if one.simulated_s is None else f"{one.simulated_s * 1e3:.1f}",
-            "" if one.simulated_bytes is None else f"{one.simulated_bytes / 1e9:.1f}",
+            shown_if(one.simulated_s, ".1f", 1e3),
+            shown_if(one.simulated_bytes, ".1f", 1e-9),
         )
         for number, one in enumerate(ranked, 1)
         if not one.refused

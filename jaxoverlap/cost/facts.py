@@ -6,6 +6,7 @@ three rates of a matmul, and a ring's latency and bytes for a collective.
 
 from __future__ import annotations
 
+from jaxoverlap._util.expect import expect
 from jaxoverlap.cost.collective_tables import Collectives, Permutes
 from jaxoverlap.cost.interpolation import Curve, FitError
 from jaxoverlap.cost.tables import AttentionTable, ChipTables, MatmulTable, MemoryTable
@@ -30,8 +31,8 @@ def tables_from_facts(chip: Chip, matmul_share: float = MATMUL_SHARE) -> ChipTab
     Raises:
         ValueError: for a share that is not above zero, or above one.
     """
-    if not 0 < matmul_share <= 1:
-        raise ValueError(f"matmul_share={matmul_share}: expected a share above 0, at most 1")
+    what = "a share above 0, at most 1"
+    expect(0 < matmul_share <= 1, "matmul_share", matmul_share, what)
     source = f"no rows: {matmul_share:.3g} of the data sheet's peak"
     memory_rate = _MEMORY_SHARE * chip.memory_bandwidth_bytes_per_s
     flops_per_s, ones = matmul_share * chip.bf16_flops_per_s, (0.0,) * 8

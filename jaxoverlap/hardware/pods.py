@@ -15,17 +15,20 @@ import importlib.metadata
 import importlib.util
 import math
 import os
+import string
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
 import jax
+import msgspec
 import numpy as np
 from jax.experimental import topologies
 from jax.sharding import AxisType, Mesh
 
 from jaxoverlap._jax import fused_attention, grouped_matmuls, jits
 from jaxoverlap._util.expect import expect, is_integer
+from jaxoverlap._util.files import packaged
 from jaxoverlap.hardware.cluster import Chip, Cluster, chips, cluster_from, parse_cluster
 
 # The plugins that bring XLA's GPU compiler, newest first: module, and the package it comes in.
@@ -34,6 +37,9 @@ _PLUGINS = {
     "jax_plugins.xla_cuda12": "jax-cuda12-pjrt",
 }
 _INSTALL = "pip install '.[pods]' in the checkout"
+_TARGET = string.Template(
+    msgspec.toml.decode(packaged("jaxoverlap.hardware", "gpu_target.toml"))["text"]
+)
 _CUDNN = divmod(fused_attention.CUDNN_VERSION // 100, 100)  # major and minor
 _SKIP_CUDA_CHECK = "JAX_SKIP_CUDA_CONSTRAINTS_CHECK"
 
@@ -51,41 +57,9 @@ def target_config(chip: Chip) -> str:
     major, minor = chip.compute_capability
     # From Hopper on XLA compiles for the chip itself (sm_90a), not for its whole family.
     features = "ACCELERATED_FEATURES" if major >= 9 else "NONE"
-    return f"""\
-gpu_device_info {{
-  name: "{chip.device_name}"
-  cuda_compute_capability {{ major: {major} minor: {minor} feature_extension: {features} }}
-  core_count: {chip.num_sms}
-  fpus_per_core: {chip.fpus_per_sm}
-  clock_rate_ghz: {chip.clock_ghz}
-  device_memory_size: {chip.memory_bytes}
-  memory_bandwidth: {chip.memory_bandwidth_bytes_per_s:.0f}
-  l2_cache_size: {chip.l2_bytes}
-  shared_memory_per_core: {chip.shared_memory_per_sm_bytes}
-  shared_memory_per_block_optin: {chip.shared_memory_per_block_bytes}
-  device_interconnect_info {{ active_links: {chip.nvlinks} }}
-{_SAME_ON_ALL}}}
-platform_name: "CUDA"
-dnn_version_info {{ major: {_CUDNN[0]} minor: {_CUDNN[1]} }}
-device_description_str: "{chip.device_name}"
-"""
-
-
-# CUDA C++ Programming Guide, technical specifications by compute capability: 8.0, 9.0 and 10.0.
-_SAME_ON_ALL = """\
-  threads_per_warp: 32
-  threads_per_block_limit: 1024
-  threads_per_core_limit: 2048
-  thread_dim_limit_x: 1024
-  thread_dim_limit_y: 1024
-  thread_dim_limit_z: 64
-  block_dim_limit_x: 2147483647
-  block_dim_limit_y: 65535
-  block_dim_limit_z: 65535
-  registers_per_core_limit: 65536
-  registers_per_block_limit: 65536
-  shared_memory_per_block: 49152
-"""
+    rate = f"{chip.memory_bandwidth_bytes_per_s:.0f}"
+    more = dict(major=major, minor=minor, features=features, memory_bandwidth=rate)
+    return _TARGET.substitute(vars(chip), cudnn_major=_CUDNN[0], cudnn_minor=_CUDNN[1], **more)
 
 
 def pod_mesh(cluster: str | Cluster, axes: Mapping[str, int]) -> Mesh:

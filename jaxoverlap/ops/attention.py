@@ -25,7 +25,7 @@ from jaxoverlap._jax import fused_attention
 from jaxoverlap._jax.operations.question import DeviceProgram, Operation, even
 from jaxoverlap._jax.operations.specs import Spec, block_index, local_structs, trace_on
 from jaxoverlap._util.text import short_source
-from jaxoverlap.ops.define import operation
+from jaxoverlap.ops.define import Plain, operation
 from jaxoverlap.ops.einsum import stays_plain
 from jaxoverlap.ops.partition import terms_now
 from jaxoverlap.passes.rings.fused_ring_attention import in_order, paired
@@ -359,17 +359,10 @@ def _entry(op: Operation, lies: _Lies, why: Reason | None, backward: bool) -> De
     )
 
 
-def _batch(
-    bind: Callable[..., list[Array]], operands: Sequence[Any], dims: Sequence[int | None]
-) -> tuple[list[Array], list[int]]:
+def _batch(bind: Plain, size: int, front: list[Array]) -> list[Array]:
     """Compute a batch: its dim is joined with the batch of each attention."""
-    size = next(o.shape[d] for o, d in zip(operands, dims, strict=True) if d is not None)
-    front = [
-        jnp.broadcast_to(o, (size, *o.shape)) if d is None else jnp.moveaxis(o, d, 0)
-        for o, d in zip(operands, dims, strict=True)
-    ]
     results = bind(*(o.reshape(-1, *o.shape[2:]) for o in front))
-    return [r.reshape(size, -1, *r.shape[1:]) for r in results], [0] * len(results)
+    return [r.reshape(size, -1, *r.shape[1:]) for r in results]
 
 
 _bind = operation(

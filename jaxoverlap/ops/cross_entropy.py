@@ -21,7 +21,7 @@ from jax.typing import ArrayLike
 from jaxoverlap._jax.operations.question import DeviceProgram, Operation, even
 from jaxoverlap._jax.operations.specs import block_index, local_structs, trace_on
 from jaxoverlap._util.text import short_source
-from jaxoverlap.ops.define import linear, operation
+from jaxoverlap.ops.define import Plain, linear, operation
 from jaxoverlap.ops.einsum import stays_plain
 from jaxoverlap.plan import operations
 from jaxoverlap.plan.decisions import Reason, Skip
@@ -208,27 +208,13 @@ def _partition(backward: bool) -> Callable[..., Callable[[Operation], DeviceProg
     return lambda: answer
 
 
-def _batch(
-    bind: Callable[..., list[Array]], operands: Sequence[Any], dims: Sequence[int | None]
-) -> tuple[list[Array], list[int]]:
+def _batch(bind: Plain, size: int, front: list[Array]) -> list[Array]:
     """Compute a batch: its dim is one more of the labels'."""
-    size = next(o.shape[d] for o, d in zip(operands, dims, strict=True) if d is not None)
-    front = [
-        jnp.broadcast_to(o, (size, *o.shape)) if d is None else jnp.moveaxis(o, d, 0)
-        for o, d in zip(operands, dims, strict=True)
-    ]
-    results = bind(*front)
-    return results, [0] * len(results)
+    return bind(*front)
 
 
 _bind = operation(
-    "sharded_cross_entropy",
-    2,
-    lambda: _plain,
-    _rule(False),
-    _partition(False),
-    _batch,
-    _jvp,
+    "sharded_cross_entropy", 2, lambda: _plain, _rule(False), _partition(False), _batch, _jvp
 )
 _bind_backward = operation(
     "sharded_cross_entropy_backward",

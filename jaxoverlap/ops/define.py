@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax import Array
 from jax.interpreters import ad, batching, mlir
 
@@ -17,6 +18,8 @@ from jaxoverlap._jax.operations import lowering
 from jaxoverlap._jax.operations.question import Partition
 
 Plain = Callable[..., list[Array]]
+Batch = Callable[[Plain, int, list[Array]], list[Array]]
+"""(the function that binds, size, operands) -> results; the batch's dim is the first of each."""
 
 
 def operation(
@@ -25,7 +28,7 @@ def operation(
     plain: Callable[..., Plain],
     rule: Callable[..., tuple[str, dict[str, Any]]],
     partition: Callable[..., Partition],
-    batch: Callable[..., tuple[list[Array], list[int]]],
+    batch: Batch,
     jvp: Callable[..., tuple[list[Array], list[Array]]] | None = None,
 ) -> Callable[..., list[Array]]:
     """Define an operation; return the function that binds it.
@@ -34,8 +37,7 @@ def operation(
         name: its name, in `plan.operations`.
         num_operands: the number of its operands.
         plain, rule, partition: as in `lowering.lower_as`.
-        batch: makes of the function that binds it, its operands and their mapped dims (None: not
-            mapped) the results and their mapped dims.
+        batch: computes it for each of a batch at once.
         jvp: makes of primals and tangents (those of integers are symbolic zeros) the results and
             their tangents; none: as of `plain`.
     """
@@ -51,7 +53,7 @@ def linear(
     name: str,
     plain: Plain,
     transpose: Callable[..., list[Any]],
-    batch: Callable[..., tuple[list[Array], list[int]]],
+    batch: Batch,
 ) -> Callable[..., list[Array]]:
     """Define a computation that XLA partitions, whose transpose is given; return what binds it.
 
@@ -71,7 +73,7 @@ def linear(
 def _define(
     primitive: Any,
     plain: Callable[..., Plain],
-    batch: Callable[..., tuple[list[Array], list[int]]],
+    batch: Batch,
     jvp: Callable[..., tuple[list[Array], list[Array]]] | None,
 ) -> None:
     """Define a primitive's value, type, tangents and batches."""
@@ -85,7 +87,13 @@ def _define(
         return jax.jvp(plain(**params), tuple(primals), tuple(given))
 
     def batched(operands: Sequence[Any], dims: Sequence[int | None], **params: Any) -> Any:
-        return batch(lambda *operands: primitive.bind(*operands, **params), operands, dims)
+        size = next(o.shape[d] for o, d in zip(operands, dims, strict=True) if d is not None)
+        front = [
+            jnp.broadcast_to(o, (size, *o.shape)) if d is None else jnp.moveaxis(o, d, 0)
+            for o, d in zip(operands, dims, strict=True)
+        ]
+        results = batch(lambda *given: primitive.bind(*given, **params), size, front)
+        return results, [0] * len(results)
 
     primitive.def_impl(lambda *operands, **params: plain(**params)(*operands))
     primitive.def_abstract_eval(abstract)

@@ -10,6 +10,7 @@ from typing import Any, Literal
 
 import msgspec
 
+from jaxoverlap._util.expect import expect, expect_one_of
 from jaxoverlap.parallelism.model import Transformer
 from jaxoverlap.parallelism.stack import Stack
 
@@ -57,14 +58,10 @@ class Configuration:
 
     def __post_init__(self) -> None:
         for name in (*AXES, "micro_batch", "interleave"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name}={getattr(self, name)}: expected 1 or more")
-        if self.zero_stage not in (0, 1, 2):
-            raise ValueError(
-                f"zero_stage={self.zero_stage}: expected 0, 1 or 2; stage 3 is the axis fsdp"
-            )
-        if self.recompute not in ("none", "selective", "full"):
-            raise ValueError(f"recompute={self.recompute!r}: expected none, selective or full")
+            expect(getattr(self, name) >= 1, name, getattr(self, name), "1 or more")
+        what = "0, 1 or 2; stage 3 is the axis fsdp"
+        expect(self.zero_stage in (0, 1, 2), "zero_stage", self.zero_stage, what)
+        expect_one_of("recompute", self.recompute, "none", "selective", "full")
 
     @property
     def axes(self) -> dict[str, int]:

@@ -7,7 +7,8 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any, overload
 
-from jaxoverlap._util.expect import expect, expect_flag, is_integer
+from jaxoverlap._util.expect import expect, expect_flag
+from jaxoverlap._util.limits import whole
 from jaxoverlap._util.text import human_bytes, table
 from jaxoverlap.cost.find import cost_or_data_sheet, is_cost_model
 from jaxoverlap.cost.model import CostModel
@@ -191,8 +192,7 @@ def configure(
     cluster = cluster_from(cluster)
     named = isinstance(model, str | Transformer)
     expect(named, "model", model, "a jaxoverlap.Transformer, or the name of a known model")
-    for name, value in (("global_batch", global_batch), ("keep", keep)):
-        expect(is_integer(value, 1), name, value, "a whole number, 1 or more")
+    global_batch, keep = whole("global_batch", global_batch, 1), whole("keep", keep, 1)
     expect(isinstance(stack, Stack), "stack", stack, "a jaxoverlap.parallelism.stack.Stack")
     by_axis = isinstance(axes, Mapping | None)
     expect(by_axis, "axes", axes, "the sizes allowed by axis, as in {'model': [1, 2]}")

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterable
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 
 from jaxoverlap.cost.groups import Group, pair
 from jaxoverlap.cost.kernels import AttentionKernel, MatmulKernel
@@ -19,6 +19,7 @@ from jaxoverlap.parallelism import traffic, work
 from jaxoverlap.parallelism.configuration import Configuration
 from jaxoverlap.parallelism.memory import StageParams, layer_activation_bytes, zero_ways
 from jaxoverlap.parallelism.model import Transformer
+from jaxoverlap.parallelism.parts import Parts
 from jaxoverlap.parallelism.placement import Placement
 from jaxoverlap.parallelism.stack import Stack
 from jaxoverlap.parallelism.traffic import Sent
@@ -26,7 +27,7 @@ from jaxoverlap.plan.collectives import PERMUTE
 
 
 @dataclass(frozen=True)
-class StepTerms:
+class StepTerms(Parts):
     """Seconds of a step by term: exposed, plus what hidden FSDP and data collectives cost it.
 
     They add up to the step. The cost of hidden collectives is contention (`Stack.hidden_cost`).
@@ -59,18 +60,6 @@ class StepTerms:
     def step_s(self) -> float:
         """Seconds of the step."""
         return sum(self.by_term.values())
-
-    @property
-    def by_term(self) -> dict[str, float]:
-        """Return the seconds of each term, by name."""
-        return {f.name: getattr(self, f.name) for f in fields(self)}
-
-    def __add__(self, other: StepTerms) -> StepTerms:
-        mine = self.by_term
-        return StepTerms(**{name: mine[name] + s for name, s in other.by_term.items()})
-
-    def __mul__(self, times: float) -> StepTerms:
-        return StepTerms(**{name: s * times for name, s in self.by_term.items()})
 
 
 class IterationTime:

@@ -10,12 +10,13 @@ from dataclasses import dataclass, replace
 
 from jaxoverlap.parallelism.configuration import Configuration
 from jaxoverlap.parallelism.model import ELEMENT, Transformer
+from jaxoverlap.parallelism.parts import Parts
 from jaxoverlap.parallelism.pipeline.schedule import PipelineSchedule
 from jaxoverlap.parallelism.stack import Stack
 
 
 @dataclass(frozen=True)
-class StageParams:
+class StageParams(Parts):
     """The parameters of one device of a stage, before FSDP and ZeRO split them.
 
     Attributes:
@@ -32,14 +33,6 @@ class StageParams:
     def total(self) -> int:
         """All of them."""
         return self.dense + self.experts
-
-    def __add__(self, other: StageParams) -> StageParams:
-        return StageParams(
-            self.dense + other.dense, self.experts + other.experts, self.tables + other.tables
-        )
-
-    def __mul__(self, count: int) -> StageParams:
-        return StageParams(self.dense * count, self.experts * count, self.tables * count)
 
     @classmethod
     def of_layer(cls, model: Transformer, config: Configuration) -> StageParams:
@@ -110,14 +103,12 @@ class Memory:
     @property
     def total(self) -> float:
         """All of them."""
-        state = self.weights + self.gradients + self.optimizer
-        return state + self.activations + self.working + self.gathered
+        return sum(self.by_term.values())
 
     @property
     def by_term(self) -> dict[str, float]:
         """Return the bytes of each term, by name."""
-        names = ("weights", "gradients", "optimizer", "activations", "working", "gathered")
-        return {name: getattr(self, name) for name in names}
+        return {name: size for name, size in vars(self).items() if name != "stage"}
 
 
 def state_bytes(

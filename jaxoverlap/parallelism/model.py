@@ -8,12 +8,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
-from jaxoverlap._util.expect import expect, is_integer
+from jaxoverlap._util.limits import AtLeast0, AtLeast1, checked
 
 ELEMENT = 2  # bytes of an activation, and of a gathered weight
 
 
 @dataclass(frozen=True, kw_only=True)
+@checked
 class Transformer:
     """A decoder, dense or with a mixture of experts in every layer.
 
@@ -36,38 +37,24 @@ class Transformer:
     """
 
     name: str
-    layers: int
-    hidden: int
-    heads: int
-    sequence: int
-    mlp: int | None = None
-    vocab: int = 51200
-    kv_heads: int | None = None
-    head_dim: int | None = None
-    experts: int = 0
-    choices: int = 0
-    shared_mlp: int = 0
+    layers: AtLeast1
+    hidden: AtLeast1
+    heads: AtLeast1
+    sequence: AtLeast1
+    mlp: AtLeast1 | None = None
+    vocab: AtLeast1 = 51200
+    kv_heads: AtLeast1 | None = None
+    head_dim: AtLeast1 | None = None
+    experts: AtLeast0 = 0
+    choices: AtLeast0 = 0
+    shared_mlp: AtLeast0 = 0
     gated: bool = False
     biases: bool = True
-    learned_positions: int = 0
+    learned_positions: AtLeast0 = 0
     tied: bool = True
     source: str = ""
 
     def __post_init__(self) -> None:
-        for name in ("name", "source"):
-            value = getattr(self, name)
-            expect(isinstance(value, str), name, value, "a string")
-        least = dict.fromkeys(("layers", "hidden", "heads", "sequence", "vocab"), 1)
-        least |= dict.fromkeys(("mlp", "kv_heads", "head_dim"), 1)
-        least |= dict.fromkeys(("experts", "choices", "shared_mlp", "learned_positions"), 0)
-        for name, at_least in least.items():
-            value = getattr(self, name)
-            if value is None and name in ("mlp", "kv_heads", "head_dim"):
-                continue
-            expect(is_integer(value, at_least), name, value, f"a whole number, {at_least} or more")
-        for name in ("gated", "biases", "tied"):
-            if type(getattr(self, name)) is not bool:
-                raise ValueError(f"{name}={getattr(self, name)!r}: expected true or false")
         if self.head_dim is None and self.hidden % self.heads:
             raise ValueError(
                 f"hidden={self.hidden} with heads={self.heads}: hidden must be a multiple of "
@@ -78,7 +65,7 @@ class Transformer:
                 f"heads={self.heads} with kv_heads={self.kv_heads}: heads must be a multiple of "
                 "kv_heads"
             )
-        if bool(self.experts) != bool(self.choices) or not 0 <= self.choices <= self.experts:
+        if bool(self.experts) != bool(self.choices) or self.choices > self.experts:
             raise ValueError(
                 f"experts={self.experts} with choices={self.choices}: give 0 of both, or 1 or more "
                 "choices of as many experts or more"

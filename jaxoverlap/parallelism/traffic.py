@@ -82,11 +82,7 @@ def _context(model: Transformer, config: Configuration) -> list[Sent]:
     kv = max(model.kv_hidden // config.model, model.head_size)
     part = ELEMENT * config.micro_batch * model.sequence / config.context * 2 * kv
     sent = part * (config.context - 1)
-    return [
-        Sent("context", "forward", "all-gather", ("context",), sent),
-        Sent("context", "backward", "all-gather", ("context",), sent),
-        Sent("context", "backward", "reduce-scatter", ("context",), sent),
-    ]
+    return _gathered_twice("context", sent)
 
 
 def _expert(model: Transformer, config: Configuration, stack: Stack) -> list[Sent]:
@@ -104,10 +100,15 @@ def _expert(model: Transformer, config: Configuration, stack: Stack) -> list[Sen
 def _fsdp(model: Transformer, config: Configuration) -> list[Sent]:
     """Gather a layer's weights for each pass, and scatter its gradients."""
     sent = _gathered(model, config, StageParams.of_layer(model, config).total)
+    return _gathered_twice("fsdp", sent)
+
+
+def _gathered_twice(axis: str, sent: float) -> list[Sent]:
+    """List what is gathered for each pass, and the scatter of its gradients."""
     return [
-        Sent("fsdp", "forward", "all-gather", ("fsdp",), sent),
-        Sent("fsdp", "backward", "all-gather", ("fsdp",), sent),
-        Sent("fsdp", "backward", "reduce-scatter", ("fsdp",), sent),
+        Sent(axis, "forward", "all-gather", (axis,), sent),
+        Sent(axis, "backward", "all-gather", (axis,), sent),
+        Sent(axis, "backward", "reduce-scatter", (axis,), sent),
     ]
 
 

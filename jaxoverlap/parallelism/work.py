@@ -12,13 +12,14 @@ from dataclasses import dataclass, replace
 from jaxoverlap.cost.kernels import AttentionKernel, MatmulKernel
 from jaxoverlap.parallelism.configuration import Configuration
 from jaxoverlap.parallelism.model import ELEMENT, Transformer
+from jaxoverlap.parallelism.parts import Parts
 from jaxoverlap.parallelism.stack import Stack
 
 _FP8_CAST_BYTES = 4  # of an element: 2 read, 1 written, and 1 written transposed
 
 
 @dataclass(frozen=True)
-class Work:
+class Work(Parts):
     """The kernels of a part of a step.
 
     Attributes:
@@ -32,14 +33,6 @@ class Work:
     attention: tuple[AttentionKernel, ...] = ()
     memory_bytes: float = 0.0
     kernels: int = 0
-
-    def __add__(self, other: Work) -> Work:
-        return Work(
-            self.matmuls + other.matmuls,
-            self.attention + other.attention,
-            self.memory_bytes + other.memory_bytes,
-            self.kernels + other.kernels,
-        )
 
     @property
     def flops(self) -> int:

@@ -14,7 +14,8 @@ import jax.numpy as jnp
 from jax.experimental import multihost_utils
 
 from jaxoverlap._jax.jit_wrappers import arguments_reach, find_jit
-from jaxoverlap._util.expect import expect, is_integer
+from jaxoverlap._util.expect import expect
+from jaxoverlap._util.limits import whole
 from jaxoverlap.cost.find import cost_model, has_packaged_tables
 from jaxoverlap.hardware.pods import cannot_run, mesh_among, mesh_of_compiled
 from jaxoverlap.hardware.topology import cluster_of
@@ -74,8 +75,7 @@ def profile(
             )
         return read(os.fspath(step), cluster, module=module)
     expect(callable(step), "step", step, "a step, or the path of a profile")
-    steps = _STEPS if steps is None else steps
-    expect(is_integer(steps, 1), "steps", steps, "a whole number, one or more")
+    steps = whole("steps", _STEPS if steps is None else steps, 1)
     if pod_mesh := mesh_of_compiled(step) or mesh_among(jax.tree.leaves((args, kwargs))):
         raise cannot_run(pod_mesh)
     if cluster is None:

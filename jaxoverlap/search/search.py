@@ -169,7 +169,7 @@ def quickest(rows: Iterable[Candidate], *, anyway: bool = False) -> Candidate | 
 
 
 def falls_short(after: Candidate, before: Candidate) -> str:
-    """Say why a candidate is not taken though another is there."""
+    """Say why a candidate is not taken while another one is."""
     return "it is slower" if after.seconds >= before.seconds else f"it gains less than {GAIN:.0%}"
 
 

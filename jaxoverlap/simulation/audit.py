@@ -189,7 +189,7 @@ def _collectives(module: hlo.Module) -> Iterator[Collective]:
             core = _collective(module, start)
             if core is None:
                 continue
-            done = starts.done(position) if _starts(start) else position
+            done = starts.done(position) if start.opcode.endswith("-start") else position
             asynchronous = done > position and not _SYNCHRONOUS.search(start.line)
             kind, size = core.opcode.removesuffix("-start"), group_size(core, module.num_devices)
             sent = [hlo.shape_bytes(operand_shape(shapes, name)) for name in start.operands]
@@ -215,10 +215,6 @@ def ring_of(op_name: str) -> str | None:
     """Return the ring that a permute belongs to, as in "all_gather_matmul.7"; None if to none."""
     ring = _RING.search(op_name)
     return f"{ring.group(1)}.{ring.group(2)}" if ring else None
-
-
-def _starts(instruction: hlo.Instruction) -> bool:
-    return instruction.opcode.endswith("-start")
 
 
 def _collective(module: hlo.Module, instruction: hlo.Instruction) -> hlo.Instruction | None:

@@ -1,4 +1,4 @@
-"""Check what users give: numbers, rates, names, functions, meshes, and how to overlap.
+"""Check what users give: rates, names, functions, meshes, states, and how to overlap.
 
 Each check returns the value, of Python's own type, or raises a ValueError that states its name,
 what was given and what was expected.
@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import inspect
 import math
-import operator
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -20,6 +19,8 @@ import optax
 from jax.core import Tracer
 from jax.sharding import AbstractMesh, AxisType, Mesh
 
+from jaxoverlap._util.expect import expect
+from jaxoverlap._util.limits import number, whole
 from jaxoverlap.api import overlap as overlap_of
 from jaxoverlap.train.dtypes import is_narrow
 
@@ -28,56 +29,9 @@ from jaxoverlap.train.dtypes import is_narrow
 LOOKED_AT = (0, 1, 2, 10, 100, 1000, 10_000, 100_000, 1_000_000)
 
 
-def whole(name: str, value: Any, least: int, most: int | None = None) -> int:
-    """Return an integer, Python's or numpy's, of at least `least`."""
-    try:
-        if isinstance(value, bool | np.bool_):
-            raise TypeError
-        number = operator.index(value)
-    except TypeError:
-        number = least - 1
-    if number < least or (most is not None and number > most):
-        upto = "or more" if most is None else f"to {most}"
-        raise ValueError(f"{name}={value!r}: expected a whole number, {least} {upto}")
-    return number
-
-
 def seed(name: str, value: Any) -> int:
     """Return a seed of 32 bits: of a larger one jax.random.key takes the low bits alone."""
     return whole(name, value, 0, 2**32 - 1)
-
-
-def number(
-    name: str,
-    value: Any,
-    *,
-    above: float | None = None,
-    least: float | None = None,
-    below: float | None = None,
-    most: float | None = None,
-    why: str = "",
-) -> float:
-    """Return a finite number within bounds: above and below are exclusive."""
-    try:
-        if isinstance(value, bool | np.bool_ | str | bytes):
-            raise TypeError
-        found = float(value)
-    except (TypeError, ValueError):
-        found = math.nan
-    fits = (
-        math.isfinite(found)
-        and (above is None or found > above)
-        and (least is None or found >= least)
-        and (below is None or found < below)
-        and (most is None or found <= most)
-    )
-    if not fits:
-        bounds = {"above": above, "at least": least, "below": below, "at most": most}
-        options = " and ".join(
-            f"{word} {bound:g}" for word, bound in bounds.items() if bound is not None
-        )
-        raise ValueError(f"{name}={value!r}: expected a finite number {options}{why}".rstrip())
-    return found
 
 
 def rate(name: str, value: Any) -> Any:
@@ -100,30 +54,21 @@ def rate(name: str, value: Any) -> Any:
     return value
 
 
-def flag(name: str, value: Any) -> bool:
-    """Return True or False."""
-    if not isinstance(value, bool | np.bool_):
-        raise ValueError(f"{name}={value!r}: expected True or False")
-    return bool(value)
-
-
 def floating(name: str, value: Any) -> Any:
     """Return a dtype of floats of 16 bits or more."""
     try:
         found = jnp.dtype(value)
     except TypeError:
         found = None
-    if found is None or not jnp.issubdtype(found, jnp.floating) or is_narrow(found):
-        raise ValueError(
-            f"{name}={value!r}: expected a dtype of floats of 16 bits or more, as jnp.float32"
-        )
+    fits = found is not None and jnp.issubdtype(found, jnp.floating) and not is_narrow(found)
+    expect(fits, name, value, "a dtype of floats of 16 bits or more, as jnp.float32")
     return found
 
 
 def keys(name: str, value: Any) -> tuple[str, ...]:
     """Return keys of a tree, given as a sequence."""
-    if isinstance(value, str) or not isinstance(value, Sequence):
-        raise ValueError(f"{name}={value!r}: expected a sequence of keys, as ({str(value)!r},)")
+    listed = isinstance(value, Sequence) and not isinstance(value, str)
+    expect(listed, name, value, f"a sequence of keys, as ({str(value)!r},)")
     return tuple(value)
 
 
@@ -135,18 +80,15 @@ def function(name: str, value: Any, call: str) -> Callable[..., Any]:
         value: that was given.
         call: how it will be called, for the error.
     """
-    if not callable(value):
-        raise ValueError(f"{name}={value!r}: expected a function, {call}")
+    expect(callable(value), name, value, f"a function, {call}")
     return value
 
 
 def transformation(name: str, value: Any) -> optax.GradientTransformation:
     """Return an optax transformation."""
-    if not (callable(getattr(value, "init", None)) and callable(getattr(value, "update", None))):
-        raise ValueError(
-            f"{name}={value!r}: expected an optax transformation, as optax.sgd(0.1) makes (with "
-            "its parentheses)"
-        )
+    made = all(callable(getattr(value, method, None)) for method in ("init", "update"))
+    what = "an optax transformation, as optax.sgd(0.1) makes (with its parentheses)"
+    expect(made, name, value, what)
     return value
 
 
@@ -267,10 +209,25 @@ def check_automatic(mesh: Mesh | AbstractMesh) -> None:
         )
 
 
+def check_shared(shape: tuple[int, ...], dim: int, count: int, who: str) -> None:
+    """Raise a ValueError for a batch that so many workers or devices cannot share evenly.
+
+    Args:
+        shape: of an array; one without the dim is everyone's.
+        dim: of the batch.
+        count, who: the workers or devices, in words: "workers along 'data'".
+    """
+    if len(shape) > dim and shape[dim] % count:
+        raise ValueError(
+            f"a batch of shape {shape}: {shape[dim]} rows are not a multiple of the {count} {who}, "
+            "which share them evenly; change either"
+        )
+
+
 def check_workers(mesh: Mesh, axis: str) -> None:
     """Raise a ValueError for a mesh without the workers' axis, or with axes not automatic."""
-    if not isinstance(mesh, Mesh):
-        raise ValueError(f"mesh={mesh!r}: expected a jax.sharding.Mesh; make it with jax.make_mesh")
+    what = "a jax.sharding.Mesh; make it with jax.make_mesh"
+    expect(isinstance(mesh, Mesh), "mesh", mesh, what)
     if axis not in mesh.shape:
         raise ValueError(
             f"axis={axis!r}: the mesh has the axes {', '.join(mesh.axis_names)}; name the one "
@@ -283,11 +240,8 @@ def overlap_options(overlap: bool | Mapping[str, Any]) -> dict[str, Any] | None:
     """Return the options for `jaxoverlap.overlap`; None for no overlap."""
     if isinstance(overlap, bool):
         return {} if overlap else None
-    if not isinstance(overlap, Mapping):
-        raise ValueError(
-            f"overlap={overlap!r}: expected True, False, or options of jaxoverlap.overlap as a "
-            'mapping, as {"halves": 2}'
-        )
+    what = 'True, False, or options of jaxoverlap.overlap as a mapping, as {"halves": 2}'
+    expect(isinstance(overlap, Mapping), "overlap", overlap, what)
     known = inspect.signature(overlap_of).parameters.keys() - {"fn"}
     if unknown := [name for name in overlap if name not in known]:
         raise ValueError(

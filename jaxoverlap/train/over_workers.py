@@ -12,6 +12,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from jaxoverlap._util.limits import whole
 from jaxoverlap.train.arguments import (
     check_arrays,
     check_is,
@@ -20,13 +21,12 @@ from jaxoverlap.train.arguments import (
     check_workers,
     keys,
     overlap_options,
-    whole,
 )
 from jaxoverlap.train.compression.averager import Averager
 from jaxoverlap.train.compression.control_loop import ControlLoop
 from jaxoverlap.train.compression.sync import Sync
 from jaxoverlap.train.placement import WorkerPlacement, copies, folded, is_key
-from jaxoverlap.train.programs import Programs, key_of, like_at
+from jaxoverlap.train.programs import Programs, key_of, like_at, without_first
 
 
 class OverWorkers(ABC):
@@ -175,12 +175,12 @@ class OverWorkers(ABC):
                 f"and local updates {'without' if self._loop is None else 'with'} it: give the "
                 "state to local updates that were made alike, with sync=, or without"
             )
-        self._check_fits(self._each_worker(state.arrays, _without_first))
+        self._check_fits(self._each_worker(state.arrays, without_first))
 
     def _check_of_workers(self, state: Any) -> None:
         """Raise a ValueError unless a state, of any number of workers, is of this algorithm."""
         self._check_made(state, self.comes_from)
-        self._check_fits(self._each_worker(state.arrays, _without_first))
+        self._check_fits(self._each_worker(state.arrays, without_first))
 
     def _check_made(self, state: Any, comes_from: str) -> None:
         """Raise a ValueError for what is no state, is traced, or is of another algorithm."""
@@ -197,7 +197,7 @@ class OverWorkers(ABC):
         found = jax.tree.map(_shape_of, replace(consolidated, sync=None))
         if (key := key_of(found)) != self._fitting:
             made = jax.eval_shape(self._new, self._initial(found))
-            wanted = replace(self._each_worker(made, _without_first), sync=None)
+            wanted = replace(self._each_worker(made, without_first), sync=None)
             check_like(found, wanted, "the state", "this optimizer makes of its parameters")
             self._fitting = key
 
@@ -227,10 +227,6 @@ class OverWorkers(ABC):
 
 def _shape_of(leaf: Any) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype)
-
-
-def _without_first(leaf: Any) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype)
 
 
 def without_workers(tree: Any, change: Callable[[Any], Any], axis: str) -> Any:

@@ -81,6 +81,11 @@ def like_at(leaf: Any, sharding: Any) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
 
 
+def without_first(leaf: Any) -> jax.ShapeDtypeStruct:
+    """Return the shape of an array or a shape without its first dim."""
+    return jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype)
+
+
 def batch_like(leaf: Any, default: NamedSharding) -> jax.ShapeDtypeStruct:
     """Return the shape of a batch's leaf, with its sharding; the default one if it has none."""
     sharding = getattr(leaf, "sharding", None)

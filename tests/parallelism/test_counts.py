@@ -96,7 +96,7 @@ def test_unknown_and_missing_fields_are_refused():
         Transformer.from_fields({**sizes, "kv_headz": 2})
     with pytest.raises(ValueError, match="missing fields: heads"):
         Transformer.from_fields({name: sizes[name] for name in sizes if name != "heads"})
-    with pytest.raises(ValueError, match="gated='yes': expected true or false"):
+    with pytest.raises(ValueError, match="gated='yes': expected True or False"):
         Transformer.from_fields({**sizes, "gated": "yes"})
 
 

@@ -69,7 +69,7 @@ def test_the_files_are_kept_in_a_folder(tmp_path: Path):
 
 def test_what_cannot_be_profiled():
     step, args = synthetic.sharded_step()
-    with pytest.raises(ValueError, match="steps=0: expected a whole number, one or more"):
+    with pytest.raises(ValueError, match="steps=0: expected a whole number, 1 or more"):
         jaxoverlap.profile(step, *args, steps=0)
     with pytest.raises(ValueError, match="give arguments, steps and folder with a step"):
         jaxoverlap.profile("folder", *args)

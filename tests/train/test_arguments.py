@@ -8,6 +8,7 @@ import numpy as np
 import optax
 import pytest
 
+from jaxoverlap._util.limits import number, whole
 from jaxoverlap.train import (
     LocalUpdates,
     Outer,
@@ -22,7 +23,6 @@ from jaxoverlap.train import (
 )
 from jaxoverlap.train import compression as c
 from jaxoverlap.train import zeroth_order as zo
-from jaxoverlap.train.arguments import number, whole
 from tests.train.local_updates.problem import flat, make_data, make_state, make_step, mesh_of
 
 NOT_NUMBERS = (np.nan, np.inf, -np.inf, True, "1", None, [1.0])

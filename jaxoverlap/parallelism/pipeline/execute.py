@@ -153,7 +153,7 @@ def _device(
 ) -> tuple[jax.Array, tuple[Tree, Tree]]:
     """Run all ticks of one stage."""
     tables = schedule.tables()
-    rows = [jnp.asarray(array)[index[0]] for array in tables.arrays]
+    rows = [jnp.asarray(array)[index[0]] for array in tables.rows]
     at_first, at_last = index[0] == 0, index[0] == schedule.stages - 1
     count, v = schedule.micro_batches, schedule.pieces
 
@@ -171,7 +171,7 @@ def _device(
     def run_forward(carry: dict[str, Tree], tick: jax.Array) -> dict[str, Tree]:
         number, piece, slot = (row[tick] for row in rows[:3])
         is_first = at_first & (piece == 0)
-        x = _where(is_first, lambda: first(shared, micro_batch(number)), carry["x"])
+        x = lax.cond(is_first, lambda: first(shared, micro_batch(number)), lambda: carry["x"])
         kept = jax.tree.map(
             lambda buffer, a: lax.cond(
                 slot != NONE,
@@ -337,8 +337,3 @@ def _picked(tree: Tree, at: jax.Array) -> Tree:
 def _added(total: Tree, part: Tree, at: jax.Array) -> Tree:
     """Add a part to row `at` of every leaf."""
     return jax.tree.map(lambda a, b: a.at[at].add(b.astype(a.dtype)), total, part)
-
-
-def _where(holds: Any, make: Callable[[], Tree], other: Tree) -> Tree:
-    """Return what `make` gives where a condition holds; it runs only there."""
-    return lax.cond(holds, make, lambda: other)

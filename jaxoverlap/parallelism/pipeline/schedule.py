@@ -23,6 +23,7 @@ for each other: a third longer, or half with recompute.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
@@ -109,58 +110,40 @@ class PipelineSchedule:
 
     def tables(self) -> Tables:
         """Return what each stage does, as arrays."""
-        shape = (self.stages, self.ticks)
-        tables = Tables(*(np.full(shape, NONE, np.int32) for _ in range(6)), slots=0)
+        rows = np.full((6, self.stages, self.ticks), NONE, np.int32)
         for stage in range(self.stages):
-            self._fill(stage, tables)
-        slots = max(int(tables.forward_slot.max()), 0) + 1
-        return Tables(*tables.arrays, slots=slots)
+            self._fill(stage, rows[:3, stage], rows[3:, stage])
+        return Tables(rows, slots=max(int(rows[2].max()), 0) + 1)
 
-    def _fill(self, stage: int, tables: Tables) -> None:
-        """Give each input the lowest slot of the buffer that is free while it is saved."""
+    def _fill(self, stage: int, forward: np.ndarray, backward: np.ndarray) -> None:
+        """Give each input the lowest slot of the buffer that is free while it is saved.
+
+        Args:
+            stage: which.
+            forward, backward: its rows of the tables, int32 [3, ticks], which are filled.
+        """
         free, held = list[int](), dict[tuple[int, int], int]()
         for tick in range(self.ticks):
             if (of := self.forward(stage, tick))[0] != NONE:
                 free.sort()
                 held[of] = free.pop(0) if free else len(held)
-                tables.forward_micro_batch[stage, tick], tables.forward_piece[stage, tick] = of
-                tables.forward_slot[stage, tick] = held[of]
+                forward[:, tick] = (*of, held[of])
             if (of := self.backward(stage, tick))[0] != NONE:
-                tables.backward_micro_batch[stage, tick], tables.backward_piece[stage, tick] = of
-                tables.backward_slot[stage, tick] = slot = held.pop(of)
-                free.append(slot)
+                free.append(held.pop(of))
+                backward[:, tick] = (*of, free[-1])
 
 
-@dataclass(frozen=True)
-class Tables:
-    """A schedule as arrays of int32 [stages, ticks]; NONE where a stage has nothing to do.
+class Tables(NamedTuple):
+    """A schedule as arrays.
 
     Attributes:
-        forward_micro_batch, forward_piece, forward_slot: what runs forward, and where its input
-            is saved.
-        backward_micro_batch, backward_piece, backward_slot: likewise backward.
+        rows: int32 [6, stages, ticks], NONE where a stage has nothing to do: the micro-batch, the
+            piece and the slot of its input that run forward, and the same three backward.
         slots: slots of the buffer of inputs.
     """
 
-    forward_micro_batch: np.ndarray
-    forward_piece: np.ndarray
-    forward_slot: np.ndarray
-    backward_micro_batch: np.ndarray
-    backward_piece: np.ndarray
-    backward_slot: np.ndarray
+    rows: np.ndarray
     slots: int
-
-    @property
-    def arrays(self) -> tuple[np.ndarray, ...]:
-        """The six arrays, in order."""
-        return (
-            self.forward_micro_batch,
-            self.forward_piece,
-            self.forward_slot,
-            self.backward_micro_batch,
-            self.backward_piece,
-            self.backward_slot,
-        )
 
 
 def stage_order(stages: int, pieces: int) -> list[int]:

@@ -73,11 +73,12 @@ def read(path: Path) -> Recording:
     if not any(device.events for device in devices):
         raise ValueError(f"{path} {_nothing(planes)}")
     task = dict(planes[_TASK].stats) if _TASK in planes else {}
+    modules = {(name, n): module_text(m) for name, n, m in wire.hlo_modules(serialized)}
     return Recording(
         source=str(path),
         platform=platform,
         devices=devices,
-        modules=_modules(serialized),
+        modules=modules,
         ignored=ignored,
         start_ns=task.get("profile_start_time"),
     )
@@ -92,10 +93,6 @@ def _nothing(planes: dict[str, Any]) -> str:
         f"has no event of a device (planes: {named}): profile while a compiled step runs, and wait "
         "for it (jax.block_until_ready) before the profile ends"
     )
-
-
-def _modules(serialized: bytes) -> dict[tuple[str, int], str]:
-    return {(name, number): module_text(m) for name, number, m in wire.hlo_modules(serialized)}
 
 
 # -- GPUs -----------------------------------------------------------------------------------------

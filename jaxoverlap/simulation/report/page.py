@@ -9,11 +9,10 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from html import escape
-from importlib import resources
 from pathlib import Path
 from typing import Any
 
-from jaxoverlap._util.files import write_atomically
+from jaxoverlap._util.files import packaged, write_atomically
 from jaxoverlap._util.text import human_bytes
 from jaxoverlap.simulation.report.style import (
     COLOURS,
@@ -48,7 +47,7 @@ def write_page(path: str | Path, timelines: Mapping[str, Timeline], *, title: st
         "words": words.all,
     }
     text = json.dumps(data, separators=(",", ":")).replace("<", "\\u003c")  # no tag ends in data
-    page = resources.files("jaxoverlap.simulation.report").joinpath("page.html").read_text()
+    page = packaged("jaxoverlap.simulation.report", "page.html").decode()
     page = page.replace("{{title}}", escape(title)).replace("{{data}}", text)
     write_atomically(path, page)
 

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from html import escape
 from pathlib import Path
 
-from jaxoverlap._util.files import write_atomically
+from jaxoverlap._util.files import packaged, write_atomically
 from jaxoverlap.simulation.report.style import (
     COLOURS,
     detail,
@@ -22,15 +22,7 @@ from jaxoverlap.simulation.timeline import Event, Repeat, Timeline
 _WIDTH, _LEFT, _LANE, _GAP = 880, 76, 26, 6  # the picture, the lanes' names, a lane
 _ABOVE, _BELOW, _ROW = 66, 30, 22  # a panel's title and loops; its axis; a row of the legend
 _LETTER = 7.2  # the mean width of a letter of 13 px
-_STYLE = """<style>
-svg { font: 13px Helvetica, Arial, sans-serif; --page: #fff; --text: #1f2328; --faint: #59636e;
-  --lane: #f1f1ef; }
-@media (prefers-color-scheme: dark) {
-  svg { --page: #0d1117; --text: #f0f6fc; --faint: #9198a1; --lane: #1c2128; } }
-.page { fill: var(--page); } .lane { fill: var(--lane); }
-text { fill: var(--text); } .faint { fill: var(--faint); } .title { font-weight: bold; }
-line { stroke: var(--faint); }
-</style>"""
+_STYLE = f"<style>\n{packaged('jaxoverlap.simulation.report', 'svg.css').decode()}</style>"
 
 
 def write_svg(path: str | Path, timelines: Mapping[str, Timeline]) -> None:

@@ -13,10 +13,12 @@ import numpy as np
 import optax
 from jax.sharding import Mesh
 
+from jaxoverlap._util.expect import expect
+from jaxoverlap._util.limits import flag
 from jaxoverlap.api import overlap as overlapped
 from jaxoverlap.cost.groups import groups_of
 from jaxoverlap.cost.model import CostModel
-from jaxoverlap.train.arguments import check_floats, flag, function, transformation
+from jaxoverlap.train.arguments import check_floats, check_shared, function, transformation
 from jaxoverlap.train.compression.averager import Averager
 from jaxoverlap.train.compression.control_loop import ControlLoop
 from jaxoverlap.train.compression.explain import AveragePrice, price
@@ -79,14 +81,11 @@ class DataParallel(OverWorkers):
         stateful: bool = False,
         overlap: bool | Mapping[str, Any] = False,
     ):
-        if not isinstance(sync, Sync):
-            raise ValueError(f"sync={sync!r}: expected one such as lgreco(power_sgd(4))")
+        expect(isinstance(sync, Sync), "sync", sync, "one such as lgreco(power_sgd(4))")
         function("loss_and_grads", loss_and_grads, "as jax.value_and_grad(loss) is")
         transformation("optimizer", optimizer)
-        self._stateful, self._in_backward = (
-            flag("stateful", stateful),
-            flag("in_backward", in_backward),
-        )
+        self._stateful = flag("stateful", stateful)
+        self._in_backward = flag("in_backward", in_backward)
         super().__init__(
             mesh, axis, sync=sync, stacked=stacked, overlap=overlap, shared=self._in_backward
         )
@@ -198,7 +197,7 @@ class DataParallel(OverWorkers):
         arrays = replace(state.arrays, sync=turn.sync)
         arrays, value, finite = turn.program(arrays, batch)
         number = int(turn.control.count) - 1
-        self._flags.add(number, finite, turn.averager.layers)
+        self._flags.append((number, finite, turn.averager.layers))
         return replace(arrays, control=turn.control), value
 
     def check(self, *, unread: int = 0) -> None:
@@ -273,12 +272,7 @@ class DataParallel(OverWorkers):
 
     def _check_batch(self, batch: Any) -> None:
         for leaf in jax.tree.leaves(batch):
-            shape = np.shape(leaf)
-            if shape and shape[0] % self.workers:
-                raise ValueError(
-                    f"a batch of shape {shape}: expected a first dim that is a multiple of the "
-                    f"{self.workers} workers along {self.axis!r}; change either"
-                )
+            check_shared(np.shape(leaf), 0, self.workers, f"workers along {self.axis!r}")
 
 
 data_parallel = DataParallel  # the name by which it is made

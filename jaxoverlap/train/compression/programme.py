@@ -14,6 +14,7 @@ from collections.abc import Sequence
 import numpy as np
 
 BUCKETS = 10_000
+_INFINITE = 2**62  # bytes: more than any choice sends
 
 
 def solve(
@@ -40,50 +41,23 @@ def solve(
     layers = [
         _undominated(np.asarray(c), s, buckets) for c, s in zip(cost_bytes, steps, strict=True)
     ]
-    if any(not len(kept) for kept, _, _ in layers):
-        return None
-    least = np.array([layer[2].min() for layer in layers])
-    below = np.cumsum(least)  # buckets that the first l + 1 layers take at least
-    above = below[-1] - below if len(layers) else below
-    most = np.cumsum([layer[2].max() for layer in layers])  # more than this changes nothing
-    if len(layers) and below[-1] > buckets:
-        return None
-    every_cost = np.concatenate([costs for _, costs, _ in layers] or [np.zeros(1, np.int64)])
-    unit = max(int(np.gcd.reduce(every_cost)), 1)  # of all costs
-    total = sum(int(costs.max()) // unit for _, costs, _ in layers)
-    kind, infinite = (np.int32, 2**30) if total < 2**30 else (np.int64, 2**62)
-    before = np.zeros(buckets + 1, kind)
-    rows = [before]
-    room = np.empty(buckets + 1, kind)
-    for (_, costs, taken), low, after, enough in zip(layers, below, above, most, strict=True):
-        now = np.full(buckets + 1, infinite, kind)
-        end = buckets - after + 1  # what the layers after this one leave
-        high = min(end, enough + 1)
-        for cost, step in zip((costs // unit).tolist(), taken.tolist(), strict=True):
-            first = max(low, step)
-            if first < high:
-                part, into = room[: high - first], now[first:high]
-                np.add(before[first - step : high - step], cost, out=part)
-                np.minimum(into, part, out=into)
-        np.minimum(now[:high], infinite, out=now[:high])
-        now[high:end] = now[high - 1]
+    rows = [np.zeros(buckets + 1, np.int64)]  # the least bytes of the first layers, by buckets
+    for _, costs, taken in layers:
+        before, now = rows[-1], np.full(buckets + 1, _INFINITE)
+        for cost, step in zip(costs.tolist(), taken.tolist(), strict=True):
+            np.minimum(now[step:], before[: buckets + 1 - step] + cost, out=now[step:])
         rows.append(now)
-        before = now
-    return _walked_back(rows, layers, unit, buckets)
+    return None if rows[-1][-1] >= _INFINITE else _walked_back(rows, layers, buckets)
 
 
-def _walked_back(rows: list[np.ndarray], layers: list, unit: int, buckets: int) -> list[int]:
+def _walked_back(rows: list[np.ndarray], layers: list, buckets: int) -> list[int]:
     """Read the settings off the table, from the last layer to the first."""
     bucket, chosen = buckets, list[int]()
-    for number in range(len(layers) - 1, -1, -1):
-        kept, costs, taken = layers[number]
-        before, value = rows[number], int(rows[number + 1][bucket])
-        fits = [
-            i
-            for i, step in enumerate(taken.tolist())
-            if step <= bucket and int(before[bucket - step]) + int(costs[i]) // unit == value
-        ]
-        first = fits[0]
+    for before, now, (kept, costs, taken) in zip(
+        rows[-2::-1], rows[:0:-1], layers[::-1], strict=True
+    ):
+        fits = (taken <= bucket) & (before[bucket - taken] + costs == now[bucket])
+        first = int(fits.argmax())
         chosen.append(int(kept[first]))
         bucket -= int(taken[first])
     return chosen[::-1]

@@ -184,15 +184,8 @@ class TrainState:
         return replace(self, control=jax.tree.map(change, self.control))
 
 
-class Flags:
+class Flags(deque[tuple[int, Any, Sequence[Layer]]]):
     """The flags of the last averages, which the host reads some steps late, so as not to wait."""
-
-    def __init__(self) -> None:
-        self._unread = deque[tuple[int, Any, Sequence[Layer]]]()
-
-    def add(self, step: int, finite: jax.Array, layers: Sequence[Layer]) -> None:
-        """Keep the flags of a step that `WorkerStep` gives, as an array that nobody donates."""
-        self._unread.append((step, finite, layers))
 
     def check(self, unread: int) -> None:
         """Read all but the last `unread` flags; raise for the first that is not 1.
@@ -200,11 +193,11 @@ class Flags:
         Raises:
             NonFiniteGradientError: naming the step and its layers.
         """
-        while len(self._unread) > unread:
-            step, finite, layers = self._unread.popleft()
+        while len(self) > unread:
+            step, finite, layers = self.popleft()
             bad = np.flatnonzero(np.asarray(finite) != 1)
             if len(bad):
-                self._unread.clear()
+                self.clear()
                 names = [*(layer.name for layer in layers), "raw leaves"]
                 gradients = [names[n] for n in bad if n < len(names)]
                 raise NonFiniteGradientError(step, gradients or [UPDATE])

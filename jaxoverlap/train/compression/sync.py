@@ -5,10 +5,12 @@ from __future__ import annotations
 import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from functools import partial
+from typing import Annotated, Any
 
+from jaxoverlap._util.limits import AtLeast0, checked, number, whole
 from jaxoverlap.train import arguments
-from jaxoverlap.train.arguments import keys, number, whole
+from jaxoverlap.train.arguments import keys
 from jaxoverlap.train.compression.compressors.compressor import Compressor, Setting, sent
 from jaxoverlap.train.compression.layers import Layer
 
@@ -46,6 +48,7 @@ class Accordion:
 
 
 @dataclass(frozen=True, kw_only=True)
+@checked
 class Sync:
     """A way to synchronise: see `uniform`, `accordion` and `lgreco`, which make it.
 
@@ -73,10 +76,10 @@ class Sync:
     beside: int = 0
     accordion: Accordion | None = None
     by_error: bool = False
-    start: int = 0
-    seed: int = 0
-    raw: Sequence[str] = ()
-    error_decay: float = 1.0
+    start: AtLeast0 = 0
+    seed: Annotated[int, arguments.seed] = 0
+    raw: Annotated[Sequence[str], keys] = ()
+    error_decay: Annotated[float, partial(number, above=0, most=1)] = 1.0
 
     def __post_init__(self) -> None:
         if not isinstance(self.compressor, Compressor):
@@ -84,14 +87,6 @@ class Sync:
                 f"{self.compressor!r} is no compressor: expected one such as power_sgd(4), "
                 "qsgd(4), top_k(0.01) or none()"
             )
-        checked = dict(
-            start=whole("start", self.start, 0),
-            seed=arguments.seed("seed", self.seed),
-            raw=keys("raw", self.raw),
-            error_decay=number("error_decay", self.error_decay, above=0, most=1),
-        )
-        for name, value in checked.items():
-            object.__setattr__(self, name, value)
         if self.error_decay < 1 and not self.compressor.error_feedback:
             raise ValueError(
                 f"error_decay={self.error_decay:g} with {self.compressor!r}, which keeps no "

@@ -9,7 +9,9 @@ from typing import Any
 
 import optax
 
-from jaxoverlap.train.arguments import keys, whole
+from jaxoverlap._util.expect import expect
+from jaxoverlap._util.limits import whole
+from jaxoverlap.train.arguments import keys
 from jaxoverlap.train.compression.averager import averager_of
 from jaxoverlap.train.compression.compressors.compressor import Setting
 from jaxoverlap.train.compression.explain import in_vain
@@ -40,8 +42,7 @@ def transform(
         stacked: keys; leaves below one of them have a first dim of layers.
         settings: one for each layer that is compressed, in order; the default ones if None.
     """
-    if not isinstance(sync, Sync):
-        raise ValueError(f"sync={sync!r}: expected one such as uniform(power_sgd(4))")
+    expect(isinstance(sync, Sync), "sync", sync, "one such as uniform(power_sgd(4))")
     workers, stacked = whole("workers", workers, 1), keys("stacked", stacked)
     averager = averager_of(sync, params, axis=axis, workers=workers, stacked=stacked)
     if text := in_vain(averager, params):

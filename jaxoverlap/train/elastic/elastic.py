@@ -20,7 +20,8 @@ from jax.sharding import PartitionSpec as P
 
 from jaxoverlap._jax import jits
 from jaxoverlap._jax.key_value_store import awaited
-from jaxoverlap.train.arguments import check_workers, function, number
+from jaxoverlap._util.limits import number
+from jaxoverlap.train.arguments import check_workers, function
 from jaxoverlap.train.elastic import regroup
 from jaxoverlap.train.local_updates.local_updates import LocalUpdates
 from jaxoverlap.train.local_updates.state import LocalState

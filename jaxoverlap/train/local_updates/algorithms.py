@@ -7,7 +7,8 @@ from typing import Any, Literal, cast
 import jax.numpy as jnp
 import optax
 
-from jaxoverlap.train.arguments import flag, number, rate, whole
+from jaxoverlap._util.limits import flag, number, whole
+from jaxoverlap.train.arguments import rate
 from jaxoverlap.train.local_updates.outer import Outer, momentum_in_range
 from jaxoverlap.train.local_updates.transforms import (
     Penalty,

@@ -83,16 +83,10 @@ class RoundReport(NamedTuple):
         )
 
 
-class Reports:
+class Reports(deque[RoundReport]):
     """The reports of rounds, which the host reads late, so as not to wait for devices."""
 
-    def __init__(self) -> None:
-        self._unread = deque[RoundReport]()
-        self._named = -1  # the last round whose workers were named
-
-    def add(self, seen: RoundReport) -> None:
-        """Keep the report of a round."""
-        self._unread.append(seen)
+    _named = -1  # the last round whose workers were named
 
     def check(self, unread: int) -> None:
         """Read all but the last `unread` reports; raise for the first that names something.
@@ -100,13 +94,13 @@ class Reports:
         Raises:
             NonFiniteRoundError: naming the round, and what was left out.
         """
-        while len(self._unread) > unread:
-            seen = self._unread.popleft()
+        while len(self) > unread:
+            seen = self.popleft()
             number, outer = int(seen.number), bool(seen.outer)
             workers = _not_fine(seen.this)
             if number > self._named + 1 and (late := _not_fine(seen.last)):
                 if workers or not outer:  # to be raised by the next call
-                    self._unread.appendleft(seen)
+                    self.appendleft(seen)
                 self.name(number - 1, late)
             if workers or not outer:
                 self.name(number, workers, outer)

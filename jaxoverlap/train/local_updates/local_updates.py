@@ -15,12 +15,12 @@ import optax
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from jaxoverlap._util.limits import flag
 from jaxoverlap.api import Overlapped, overlap
 from jaxoverlap.passes.scheduling.scheduler import Scheduler
 from jaxoverlap.train.arguments import (
     check_finite,
     check_floats,
-    flag,
     floating,
     function,
     warn_of_raw_keys,
@@ -42,7 +42,7 @@ from jaxoverlap.train.local_updates.step_check import check_batches, check_outer
 from jaxoverlap.train.optax_update import update
 from jaxoverlap.train.over_workers import OverWorkers, without_workers
 from jaxoverlap.train.placement import mean_of_workers
-from jaxoverlap.train.programs import batch_like, key_of, like
+from jaxoverlap.train.programs import batch_like, key_of, like, without_first
 
 
 class LocalUpdates(OverWorkers):
@@ -217,10 +217,7 @@ class LocalUpdates(OverWorkers):
         return state.each_worker(change, eager=self.outer.eager)
 
     def _params(self, state: LocalState) -> Any:
-        return jax.tree.map(
-            lambda leaf: jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype),
-            self._params_in.get(state.worker),
-        )
+        return jax.tree.map(without_first, self._params_in.get(state.worker))
 
     def _initial_params(self, initial: Any) -> Any:
         return self._params_in.get(initial)
@@ -294,7 +291,7 @@ class LocalUpdates(OverWorkers):
             turn = self._loop.turn(self._params(state), state.sync, control, program_of)
             program, control, arrays = turn.program, turn.control, replace(arrays, sync=turn.sync)
         arrays, metrics, seen = program(arrays, batches)
-        self._reports.add(seen)
+        self._reports.append(seen)
         return replace(arrays.with_host_of(state), control=control), metrics
 
     def check(self, state: LocalState) -> None:

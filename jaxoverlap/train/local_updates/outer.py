@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any
+from functools import partial
+from typing import Annotated, Any
 
 import optax
 
-from jaxoverlap.train.arguments import flag, number, transformation, whole
+from jaxoverlap._util.limits import AtLeast0, AtLeast1, checked, number, whole
+from jaxoverlap.train.arguments import transformation
 
 
 @dataclass(frozen=True, kw_only=True)
+@checked
 class Outer:
     """An outer optimizer: one optax transformation, a delay, and where the next round begins.
 
@@ -34,25 +37,17 @@ class Outer:
         name: the algorithm's, for people.
     """
 
-    every: int
-    transform: optax.GradientTransformation
-    delay: int = 0
-    keep: float = 0.0
+    every: AtLeast1
+    transform: Annotated[optax.GradientTransformation, transformation]
+    delay: Annotated[int, partial(whole, least=0, most=1)] = 0
+    keep: Annotated[float, partial(number, least=0, most=1)] = 0.0
     sends_start: bool = False
     eager: bool = False
-    fragments: int = 1
-    lag: int = 0
+    fragments: AtLeast1 = 1
+    lag: AtLeast0 = 0
     name: str = "an outer optimizer"
 
     def __post_init__(self) -> None:
-        for name, least in (("every", 1), ("fragments", 1), ("lag", 0), ("delay", 0)):
-            object.__setattr__(self, name, whole(name, getattr(self, name), least))
-        transformation("transform", self.transform)
-        if self.delay > 1:
-            raise ValueError(f"delay={self.delay}: expected 0 rounds or 1")
-        number("keep", self.keep, least=0, most=1)
-        flag("eager", self.eager)
-        flag("sends_start", self.sends_start)
         if self.every % self.fragments:
             raise ValueError(
                 f"every={self.every} with fragments={self.fragments}: every fragment gets an equal "

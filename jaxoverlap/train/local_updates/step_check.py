@@ -13,10 +13,12 @@ from typing import Any
 import jax
 import numpy as np
 
+from jaxoverlap._util.expect import expect
 from jaxoverlap.passes.analysis.jaxprs import equations
-from jaxoverlap.train.arguments import check_like
+from jaxoverlap.train.arguments import check_like, check_shared
 from jaxoverlap.train.compression.sync import Sync
 from jaxoverlap.train.local_updates.outer import Outer
+from jaxoverlap.train.programs import without_first
 
 
 def check_step(
@@ -37,16 +39,12 @@ def check_step(
             (state, metrics) or no state like the one given.
     """
 
-    def one(leaf: Any) -> jax.ShapeDtypeStruct:
-        return jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype)
-
     def of_batch(leaf: Any) -> jax.ShapeDtypeStruct:
-        if len(leaf.shape) == 1:
-            return jax.ShapeDtypeStruct((), leaf.dtype)
-        _, rows, *rest = leaf.shape
-        return jax.ShapeDtypeStruct((rows // workers, *rest), leaf.dtype)
+        shape = leaf.shape[1:]
+        shape = (shape[0] // workers, *shape[1:]) if shape else shape
+        return jax.ShapeDtypeStruct(shape, leaf.dtype)
 
-    state, batch = jax.tree.map(one, worker), jax.tree.map(of_batch, batches)
+    state, batch = jax.tree.map(without_first, worker), jax.tree.map(of_batch, batches)
     try:
         closed, shapes = jax.make_jaxpr(step, return_shape=True)(state, batch)
     except NameError as error:
@@ -65,10 +63,9 @@ def check_step(
 
 def check_outer(outer: Any, sync: Any, *, shard_outer: bool) -> None:
     """Raise a ValueError unless these options of `LocalUpdates` fit together."""
-    if not isinstance(outer, Outer):
-        raise ValueError(f"outer={outer!r}: expected an outer optimizer, as co2(every=12)")
-    if sync is not None and not isinstance(sync, Sync):
-        raise ValueError(f"sync={sync!r}: expected None, or one such as uniform(power_sgd(4))")
+    expect(isinstance(outer, Outer), "outer", outer, "an outer optimizer, as co2(every=12)")
+    what = "None, or one such as uniform(power_sgd(4))"
+    expect(isinstance(sync, Sync | None), "sync", sync, what)
     if outer.eager and shard_outer:
         raise ValueError(
             "shard_outer=True with an eager outer optimizer: its state differs between "
@@ -90,11 +87,7 @@ def check_batches(batches: Any, every: int, workers: int, axis: str) -> None:
                 f"batches of shape {shape}: expected [every, global batch, ...], or [every] of "
                 f"what is one number a step, with every={every}; stack those of a round's steps"
             )
-        if len(shape) > 1 and shape[1] % workers:
-            raise ValueError(
-                f"batches of shape {shape}: a global batch of {shape[1]} is not a multiple of "
-                f"the {workers} workers along {axis!r}; change either"
-            )
+        check_shared(shape, 1, workers, f"workers along {axis!r}")
 
 
 def _check_result(result: Any, state: Any) -> None:

@@ -6,17 +6,17 @@ inside a node and between nodes; and what routing over all rails makes of the la
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+from jaxoverlap._util.limits import AtLeast1, checked, whole
 from jaxoverlap.cost.find import cost_model
 from jaxoverlap.cost.groups import Group
 from jaxoverlap.cost.model import CostModel
 from jaxoverlap.hardware.cluster import Cluster
 from jaxoverlap.plan.collectives import PERMUTE
-from jaxoverlap.train.arguments import whole
 
 Floats = NDArray[np.float64]
 
@@ -45,6 +45,7 @@ class Hop:
 
 
 @dataclass(frozen=True, kw_only=True)
+@checked
 class AttentionCosts:
     """The estimated seconds of one layer's attention. Make one by `attention_costs`.
 
@@ -77,7 +78,7 @@ class AttentionCosts:
     linear_s: float
     intra: Hop
     network: Hop
-    rails: int
+    rails: AtLeast1
     backward_bytes: float = 3.0
     tile: tuple[int, int] = (1, 1)
     kv_heads: int = 1
@@ -91,8 +92,6 @@ class AttentionCosts:
                 f"{len(self.blocks)} blocks with {len(self.pair_s)} prices: expected as many of "
                 "each, at least one, and prices above zero"
             )
-        if self.rails < 1:
-            raise ValueError(f"rails={self.rails}: expected 1 or more")
 
     def pairs_s(self, pairs: ArrayLike, block: ArrayLike) -> Floats:
         """Return the seconds of so many pairs of query and key, in blocks of so many tokens."""
@@ -140,15 +139,6 @@ class AttentionCosts:
         blocks = 3 + 2 * (devices - 1)
         return self.ring_times * blocks * float(self.pairs_s((width / 2) ** 2, width / 2))
 
-    def gathered_s(self, lengths: ArrayLike, devices: int) -> Floats:
-        """Return the same where each device has all keys: two chunks by all keys before them."""
-        s = np.asarray(lengths, float)
-        if devices == 1:
-            return self.causal_s(s)
-        chunk = s / (2 * devices)
-        before = self.block_pairs(chunk, (2 * devices - 1) * chunk)
-        return self.pairs_s(before + 2 * self.triangle_pairs(chunk), chunk)
-
     def routed_s(self, num_bytes: ArrayLike, proxies: ArrayLike) -> Floats:
         """Return the seconds of a hop between nodes over so many rails (a reconstruction).
 
@@ -182,10 +172,6 @@ class AttentionCosts:
             return self.intra.latency_s + inside_s
         rate = self.network.bytes_per_s * min(1.0, self.rails / devices)
         return self.network.latency_s + np.maximum(inside_s, size * (nodes - 1) / nodes / rate)
-
-    def without_routing(self) -> AttentionCosts:
-        """Return these prices for nodes that send each hop over one rail."""
-        return replace(self, rails=1)
 
 
 def attention_costs(

@@ -47,15 +47,8 @@ def kept_if_finite(
     return kept_if(fine.all(), after, before), report
 
 
-class StepReports:
+class StepReports(deque[jax.Array]):
     """The reports of the last steps, which the host reads late, so as not to wait for devices."""
-
-    def __init__(self) -> None:
-        self._unread = deque[jax.Array]()
-
-    def add(self, report: jax.Array) -> None:
-        """Keep a step's report, as `kept_if_finite` gives it."""
-        self._unread.append(report)
 
     def check(self, unread: int) -> None:
         """Read all but the last `unread` reports.
@@ -63,8 +56,8 @@ class StepReports:
         Raises:
             NonFiniteStepError: for the first step that was left out.
         """
-        while len(self._unread) > unread:
-            step, *fine = np.asarray(self._unread.popleft()).tolist()
+        while len(self) > unread:
+            step, *fine = np.asarray(self.popleft()).tolist()
             bad = [part for part, ok in zip(_PARTS, fine, strict=True) if not ok]
             if bad:
                 raise NonFiniteStepError(step, bad)

@@ -15,9 +15,15 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 
 from jaxoverlap.train.varlen.costs import BACKWARD_COMPUTE, AttentionCosts, Floats
-from jaxoverlap.train.varlen.partition import bound_s, wanted_sizes
 from jaxoverlap.train.varlen.rings import Bounds, Nodes, beside_s, static_s
-from jaxoverlap.train.varlen.sharing import Prices, Room, SequenceSharing, prices_of
+from jaxoverlap.train.varlen.sharing import (
+    Prices,
+    Room,
+    SequenceSharing,
+    bound_s,
+    prices_of,
+    wanted_sizes,
+)
 
 _SHARES = (8.0, 1.0, 0.6, 0.35, 0.2, 0.05)
 _WEIGHTS = (0.0, 1.0)  # of a token's linear layers, while groups are filled
@@ -64,7 +70,6 @@ class Packing(SequenceSharing):
 
     def changed(self, at: int) -> None:
         """Forget what followed from the sequences on groups of a size."""
-        super().changed(at)
         self._shares = None
 
     @property
@@ -91,22 +96,21 @@ class Packing(SequenceSharing):
                 held = held + each
         return self._shares
 
-    def attention_seconds(self, at: int) -> Floats:
+    def ring_seconds(self, at: int) -> Floats:
         """Return the seconds of attention of each group of a size, by the program's slots."""
         size = self.nodes.ring_sizes[at]
         tokens = self.shares()[at] if size in self.bounds.exchanged else self.tokens[at]
         return static_s(self.compute_s[at], tokens, size, self.bounds, self.nodes, self.costs)
-
-    def ring_seconds(self, at: int) -> Floats:
-        """Return the seconds of attention alone, as all devices have equal linear layers."""
-        return self.attention_seconds(at)
 
     def device_tokens(self) -> Floats:
         """Return each device's tokens, those of exchanging groups levelled."""
         return self.fixed_tokens() + sum(self.shares().values(), np.zeros(self.nodes.total))
 
     def device_seconds(self) -> Floats:
-        """Return each device's seconds of attention, and a penalty for tokens without room."""
+        """Return each device's seconds of attention, and a penalty for tokens without room.
+
+        Any assignment is allowed. Linear layers do not count, as all devices have equal ones.
+        """
         return super().device_seconds() + _PENALTY * self.costs.linear_s * self.over()
 
     def over(self) -> Floats:
@@ -146,10 +150,6 @@ class Packing(SequenceSharing):
         """Return the same of sequences on groups of a size: attention without its hops."""
         alone = (1 + BACKWARD_COMPUTE) * self.price.compute_s[at][indices]
         return alone + self.token_s * self.price.tokens[at][indices]
-
-    def has_room(self) -> bool:
-        """Return True: any assignment is allowed, and the price penalises tokens without a slot."""
-        return True
 
     def fits(self) -> bool:
         """Return whether every token has a slot, and no device more tokens than it may."""
@@ -197,7 +197,7 @@ def packed(
     found = []
     for sizes, weight in itertools.product(distinct, _WEIGHTS):
         token_s = weight * costs.linear_s
-        packing = Packing(lengths, nodes, costs, price, bounds.slots, token_s, bounds=bounds)
+        packing = Packing(lengths, nodes, costs, price, token_s, bounds=bounds)
         if packing.fill(sizes):
             found.append(packing)
     found.sort(key=Packing.makespan_s)

@@ -8,16 +8,16 @@ from dataclasses import replace
 import numpy as np
 from numpy.typing import ArrayLike
 
+from jaxoverlap._util.expect import expect
 from jaxoverlap.hardware.cluster import Cluster, parse_cluster
 from jaxoverlap.train.varlen.arrays import pieces_of, widths_of
 from jaxoverlap.train.varlen.costs import AttentionCosts
 from jaxoverlap.train.varlen.packing import Packing, packed
-from jaxoverlap.train.varlen.partition import partition
 from jaxoverlap.train.varlen.plan import BatchPlan
 from jaxoverlap.train.varlen.programs import fitted, sequences_of
 from jaxoverlap.train.varlen.remap import even_tokens, token_costs, transport
 from jaxoverlap.train.varlen.rings import Bounds, Nodes
-from jaxoverlap.train.varlen.sharing import Infeasible, SequenceSharing
+from jaxoverlap.train.varlen.sharing import Infeasible
 
 _TRIED = 3  # programs, the cheapest at first sight, for which sequences are moved while that helps
 
@@ -52,8 +52,7 @@ class Planner:
         capacity: int,
         programs: Sequence[Bounds] = (),
     ):
-        if capacity < 2:
-            raise ValueError(f"capacity={capacity}: expected 2 tokens a device or more")
+        expect(capacity >= 2, "capacity", capacity, "2 tokens a device or more")
         self.nodes, self.capacity, self.costs = nodes_of(nodes), capacity + capacity % 2, costs
         self.programs = tuple(programs)
         for bounds in self.programs:
@@ -160,7 +159,7 @@ class Planner:
         wide = all(w <= bounds.width(g) for g, w in widths_of(pieces, self.nodes, bounds).items())
         if not wide or tokens.max() > bounds.tokens or flow.max() > bounds.sent:
             return None
-        seconds = {g: np.repeat(packing.attention_seconds(i), g) for i, g in enumerate(sizes)}
+        seconds = {g: np.repeat(packing.ring_seconds(i), g) for i, g in enumerate(sizes)}
         costs = replace(self.costs, exchanged=bounds.exchanged)
         return BatchPlan(lengths, size, packing.ring, seconds, flow, self.nodes, costs, bounds)
 
@@ -172,22 +171,6 @@ class Planner:
         )
         give, want = np.maximum(over, 0), np.maximum(-over, 0)
         return transport(give, want, cost, at_once=bounds.sent)
-
-    def ragged_seconds(self, lengths: ArrayLike) -> float:
-        """Return the seconds of a layer that no program is compiled for: sizes as the batch is.
-
-        A measure of what static sizes cost. Tokens stay for the linear layers where attention has
-        them, and the groups that exchange heads are the best choice for this batch alone.
-        """
-        checked = _checked(lengths)
-        able = [g for g in self.nodes.ring_sizes[1:] if self.costs.kv_heads % g == 0]
-        inside = [g for g in able if not self.nodes.crosses(g)]
-        costs = [replace(self.costs, exchanged=tuple(sizes)) for sizes in (able, inside, [])]
-        shared = (
-            partition(checked, self.nodes, priced, capacity=self.capacity, token_s=priced.linear_s)
-            for priced in costs
-        )
-        return min(map(SequenceSharing.makespan_s, shared))
 
 
 def nodes_of(nodes: Nodes | Cluster | str) -> Nodes:

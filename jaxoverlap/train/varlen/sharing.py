@@ -7,11 +7,13 @@ two are swapped, while that helps (`SequenceSharing.improve`).
 from __future__ import annotations
 
 import heapq
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
+from numpy.typing import ArrayLike
 
 from jaxoverlap.train.varlen.costs import AttentionCosts, Floats
 from jaxoverlap.train.varlen.rings import Nodes, chunk_slots, ring_s
@@ -34,15 +36,15 @@ class Infeasible(ValueError):
 
 
 @dataclass
-class SequenceSharing:
+class SequenceSharing(ABC):
     """Sequences on rings, and what that makes of each device.
 
     Attributes:
         lengths: tokens of each sequence.
-        nodes, costs, price, capacity: where, at which prices, those of the sequences, and the slots
-            of a device.
-        token_s: seconds that a device takes for each of its tokens outside attention: those of the
-            linear layers, where tokens stay where attention has them.
+        nodes, costs: the devices, and the prices of one layer.
+        price: of the sequences.
+        token_s: seconds of each of a device's tokens outside attention, by which rings are compared
+            while they are filled.
         size: index into `nodes.ring_sizes` of each sequence's ring; -1 if it has none yet.
         ring: which ring of that size.
         compute_s: by size, the forward seconds of each ring on each of its devices.
@@ -53,7 +55,6 @@ class SequenceSharing:
     nodes: Nodes
     costs: AttentionCosts
     price: Prices
-    capacity: int
     token_s: float = 0.0
     size: np.ndarray = field(init=False)
     ring: np.ndarray = field(init=False)
@@ -65,34 +66,30 @@ class SequenceSharing:
         self.size, self.ring = np.full(n, -1), np.zeros(n, int)
         self.compute_s = [np.zeros(total // g) for g in self.nodes.ring_sizes]
         self.tokens = [np.zeros(total // g) for g in self.nodes.ring_sizes]
-        self._seconds: dict[int, Floats] = {}
 
+    @abstractmethod
     def ring_seconds(self, at: int) -> Floats:
         """Return the seconds of each ring of a size."""
-        if at not in self._seconds:
-            self._seconds[at] = self.attention_seconds(at) + self.token_s * self.tokens[at]
-        return self._seconds[at]
 
-    def attention_seconds(self, at: int) -> Floats:
-        """Return the seconds of attention of each ring of a size."""
-        size, compute, tokens = self.nodes.ring_sizes[at], self.compute_s[at], self.tokens[at]
-        return ring_s(compute, tokens, size, self.nodes, self.costs)
+    @abstractmethod
+    def changed(self, at: int) -> None:
+        """Forget what followed from the sequences on rings of a size."""
+
+    @abstractmethod
+    def room(self, at: int) -> Room:
+        """Return the slots that rings of a size have left."""
+
+    @abstractmethod
+    def load_s(self) -> Floats:
+        """Return each device's seconds by which rings are compared while they are filled."""
+
+    @abstractmethod
+    def added_s(self, at: int, indices: np.ndarray) -> Floats:
+        """Return by how many of these seconds sequences load a ring of a size."""
 
     def device_seconds(self) -> Floats:
         """Return each device's seconds of attention, forward and backward."""
         return self._of_devices([self.ring_seconds(i) for i in range(len(self.tokens))])
-
-    def device_tokens(self) -> Floats:
-        """Return the slots that each device needs."""
-        return self._of_devices(self.tokens)
-
-    def has_room(self) -> bool:
-        """Return whether no device has more than it may."""
-        return bool(self.device_tokens().max() <= self.capacity)
-
-    def changed(self, at: int) -> None:
-        """Forget what followed from the sequences on rings of a size."""
-        self._seconds.pop(at, None)
 
     def _of_devices(self, of_rings: list[Floats]) -> Floats:
         """Return each device's sum of what its rings have."""
@@ -104,20 +101,6 @@ class SequenceSharing:
     def makespan_s(self) -> float:
         """Return the seconds of the slowest device."""
         return float(self.device_seconds().max())
-
-    def room(self, at: int) -> Room:
-        """Return the slots that rings of a size have left."""
-        size = self.nodes.ring_sizes[at]
-        left = self.capacity - self.device_tokens().reshape(-1, size).max(axis=1)
-        return Room(size, left.tolist())
-
-    def load_s(self) -> Floats:
-        """Return each device's seconds by which rings are compared while they are filled."""
-        return self.device_seconds()
-
-    def added_s(self, at: int, indices: np.ndarray) -> Floats:
-        """Return by how many of these seconds sequences load a ring of a size."""
-        return self.price.alone_s[at][indices]
 
     def fill(self, wanted: np.ndarray) -> bool:
         """Put every sequence on a ring of the size wanted, or a larger one; False if one has none.
@@ -202,7 +185,7 @@ class SequenceSharing:
 
     def _helped(self, before: tuple[float, float]) -> bool:
         """Return whether a change since a score was one for the better."""
-        return self._score() < (before[0] * (1 - 1e-9), before[1]) and self.has_room()
+        return self._score() < (before[0] * (1 - 1e-9), before[1])
 
     def _moved(self, index: int, before: tuple[float, float]) -> bool:
         """Move a sequence to its best ring, or swap it with one there; return whether it helped."""
@@ -297,3 +280,29 @@ def prices_of(
         for c, t, g in zip(compute, tokens, nodes.ring_sizes, strict=True)
     ]
     return Prices(compute, tokens, alone)
+
+
+def bound_s(price: Prices, nodes: Nodes) -> float:
+    """Return what no sharing is faster than, but for what sequences of one ring save together.
+
+    The longest of single sequences at their best, and all of them spread evenly at their least.
+    """
+    alone = np.stack(price.alone_s)
+    shared = (alone * np.array(nodes.ring_sizes)[:, None]).min(axis=0).sum() / nodes.total
+    return float(max(shared, alone.min(axis=0).max(initial=0.0)))
+
+
+def wanted_sizes(price: Prices, limits: ArrayLike, longest_s: float) -> np.ndarray:
+    """Return the smallest ring of each sequence that has room and is fast enough.
+
+    Where none is fast enough, it is the fastest that has room.
+
+    Args:
+        price: of the sequences.
+        limits: slots of a device for each size, or for all.
+        longest_s: seconds of a sequence alone that are fast enough.
+    """
+    room = np.broadcast_to(limits, len(price.tokens))[:, None]
+    alone = np.where(np.stack(price.tokens) <= room, np.stack(price.alone_s), np.inf)
+    short = alone <= longest_s
+    return np.where(short.any(axis=0), short.argmax(axis=0), alone.argmin(axis=0))

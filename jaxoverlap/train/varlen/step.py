@@ -15,7 +15,8 @@ from jax import Array
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jaxoverlap.train.arguments import check_automatic, flag
+from jaxoverlap._util.limits import flag
+from jaxoverlap.train.arguments import check_automatic
 from jaxoverlap.train.optax_update import update
 from jaxoverlap.train.programs import key_of
 from jaxoverlap.train.varlen.arrays import PlanArrays
@@ -227,7 +228,7 @@ class VarlenStep:
         program = self.program(plan.bounds, state, batch)
         state, metrics, report = program(state, batch, self.arrays(plan))
         if report is not None:
-            self._reports.add(report)
+            self._reports.append(report)
         return state, metrics
 
     def check(self) -> None:

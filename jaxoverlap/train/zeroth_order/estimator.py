@@ -12,7 +12,9 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from jaxoverlap.train.arguments import function, number, rate, whole
+from jaxoverlap._util.expect import expect, expect_one_of
+from jaxoverlap._util.limits import number, whole
+from jaxoverlap.train.arguments import function, rate
 from jaxoverlap.train.dtypes import at_least_float32
 from jaxoverlap.train.zeroth_order.directions import (
     Draw,
@@ -215,11 +217,10 @@ def mezo(
             is below 0.
     """
     eps = number("eps", eps, above=0, why=", as MeZO's 1e-3")
-    if not np.isfinite(np.float32(eps)) or np.float32(eps) < np.finfo(np.float32).tiny:
-        raise ValueError(f"eps={eps!r}: expected a number that float32 can hold, as 1e-3")
+    held = np.finfo(np.float32).tiny <= np.float32(eps) <= np.finfo(np.float32).max
+    expect(bool(held), "eps", eps, "a number that float32 can hold, as 1e-3")
     weight_decay = number("weight_decay", weight_decay, least=0)
     function("decays", decays, "(a parameter's path, the parameter) -> whether it decays")
-    if rounding not in ("stochastic", "nearest"):
-        raise ValueError(f"rounding={rounding!r}: expected 'stochastic' or 'nearest'")
+    expect_one_of("rounding", rounding, "stochastic", "nearest")
     count = whole("directions", directions, 1)
     return Mezo(eps, rate("lr", lr), count, weight_decay, decays, rounding)

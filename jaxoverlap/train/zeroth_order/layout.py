@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jaxoverlap.train.arguments import check_automatic
+from jaxoverlap.train.arguments import check_automatic, check_shared
 
 
 @dataclass(frozen=True)
@@ -98,11 +98,7 @@ class BatchLayout:
             ValueError: if they cannot share them evenly.
         """
         for leaf in jax.tree.leaves(batch) if self.data is not None else ():
-            if leaf.ndim and leaf.shape[0] % self.shards:
-                raise ValueError(
-                    f"a batch of shape {leaf.shape}: its first dim is not a multiple of the "
-                    f"{self.shards} devices along {self.data!r}, which share it evenly"
-                )
+            check_shared(leaf.shape, 0, self.shards, f"devices along {self.data!r}")
 
     def split(self, batch: Any) -> Any:
         """Reshape a batch [n, ...] into [shards, n / shards, ...]; of a scalar each has all.

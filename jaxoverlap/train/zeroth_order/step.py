@@ -10,14 +10,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding
 
+from jaxoverlap._util.expect import expect
+from jaxoverlap._util.limits import flag
 from jaxoverlap.api import overlap as overlapped
-from jaxoverlap.train.arguments import (
-    check_arrays,
-    check_is,
-    flag,
-    function,
-    overlap_options,
-)
+from jaxoverlap.train.arguments import check_arrays, check_is, function, overlap_options
 from jaxoverlap.train.programs import Programs, key_of, like_at
 from jaxoverlap.train.zeroth_order.blocks import Blocks, depth
 from jaxoverlap.train.zeroth_order.estimator import Mezo
@@ -92,10 +88,8 @@ class ZOStep:
         overlap: bool | Mapping[str, Any] = False,
         check: bool = True,
     ):
-        if not isinstance(transform, Mezo):
-            raise ValueError(
-                f"transform={transform!r}: expected an estimator, as mezo(eps=1e-3, lr=1e-6)"
-            )
+        what = "an estimator, as mezo(eps=1e-3, lr=1e-6)"
+        expect(isinstance(transform, Mezo), "transform", transform, what)
         function("loss_fn", loss_fn, "(parameters, batch, *rest) -> loss")
         given = dict(deferred=deferred, has_aux=has_aux, host=host, sliced=sliced, check=check)
         for name, value in given.items():

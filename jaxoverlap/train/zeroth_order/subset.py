@@ -8,8 +8,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from jaxoverlap._util.limits import whole
 from jaxoverlap.train import arguments
-from jaxoverlap.train.arguments import whole
 from jaxoverlap.train.zeroth_order.state import check_trained
 
 Where = Callable[[str], bool]  # of a parameter's path, as "['layers']['q']['weight']"

@@ -63,13 +63,13 @@ def test_live_pieces_are_the_closed_form_and_slots_no_more(schedule):
         for tick in range(schedule.ticks):
             if schedule.forward(stage, tick)[0] != NONE:
                 live += 1
-                slot = int(tables.forward_slot[stage, tick])
+                slot = int(tables.rows[2, stage, tick])
                 assert slot not in held.values()
                 held[schedule.forward(stage, tick)] = slot
             peak = max(peak, live)
             if (of := schedule.backward(stage, tick))[0] != NONE:
                 live -= 1
-                assert held.pop(of) == tables.backward_slot[stage, tick]
+                assert held.pop(of) == tables.rows[5, stage, tick]
         assert live == 0
         assert peak == schedule.live_pieces(stage)
         most.append(peak)

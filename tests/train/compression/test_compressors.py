@@ -256,7 +256,7 @@ def test_a_gradient_of_zeros_for_a_while_does_not_kill_power_sgd():
         (lambda: uniform("powersgd"), "no compressor"),
         (lambda: top_k(bits=4), "bits=4: expected 2, or None"),
         (lambda: qsgd(4, levels="means"), "bits=4 with levels="),
-        (lambda: qsgd(2, levels="median"), "levels='median': expected one of range, means"),
+        (lambda: qsgd(2, levels="median"), "levels='median': expected 'range' or 'means'"),
         (lambda: uniform(top_k(), error_decay=0.0), "error_decay=0.0"),
         (lambda: uniform(qsgd(4), error_decay=0.9), "keeps no errors"),
     ),

@@ -4,11 +4,12 @@ import numpy as np
 import pytest
 from scipy.optimize import Bounds, LinearConstraint, milp
 
+from benchmarks.varlen.partition import partition
 from jaxoverlap.cost.collective_tables import LAUNCH_S
 from jaxoverlap.train import varlen
 from jaxoverlap.train.varlen.costs import BACKWARD_COMPUTE
-from jaxoverlap.train.varlen.partition import partition, prices_of
 from jaxoverlap.train.varlen.rings import Nodes
+from jaxoverlap.train.varlen.sharing import prices_of
 from tests.train.varlen.batches import real_lengths
 
 COSTS = varlen.attention_costs("h100-sxm:2x8", heads=32, head_size=128)

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any, ClassVar, NamedTuple, Protocol, runtime_checkable
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar, NamedTuple, Protocol, Self, runtime_checkable
 
 import jax
 import jax.numpy as jnp
@@ -95,6 +95,33 @@ class Worker(NamedTuple):
     workers: int
     number: jax.Array
     key: jax.Array
+
+
+class OneSetting:
+    """What compressors share whose setting is one field, and that keep no state.
+
+    Attributes:
+        field: that field's name.
+    """
+
+    field: ClassVar[str]
+
+    @property
+    def setting(self) -> Setting:
+        """Return the default setting."""
+        return getattr(self, self.field)
+
+    def with_setting(self, setting: Setting) -> Self:
+        """Return the same with another default setting, or raise if there is no such one."""
+        return replace(self, **{self.field: setting})  # type: ignore[type-var]  # a dataclass
+
+    def at(self, setting: Setting, layer: Layer) -> Setting:
+        """Return the setting, which every layer can have."""
+        return setting
+
+    def init(self, layer: Layer, key: jax.Array, settings: Sequence[Setting]) -> Any:
+        """Return no state."""
+        return None
 
 
 def sent(compressor: Compressor, layer: Layer, setting: Setting, workers: int) -> float:

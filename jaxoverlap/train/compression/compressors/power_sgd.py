@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import KW_ONLY, dataclass, replace
+from dataclasses import KW_ONLY, dataclass
 from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jaxoverlap.train.arguments import flag, whole
+from jaxoverlap._util.limits import AtLeast1, checked
 from jaxoverlap.train.compression.compressors.compressor import (
     Averaged,
+    OneSetting,
     Setting,
     Worker,
 )
@@ -24,7 +25,8 @@ _ITERATIONS = 5  # subspace iterations of a measurement, as in L-GreCo's release
 
 
 @dataclass(frozen=True)
-class PowerSGD:
+@checked
+class PowerSGD(OneSetting):
     """PowerSGD with error feedback and warm start: average products of two thin matrices.
 
     P = mean(M_i Q) and Q' = mean(M_iᵀ orthonormal(P)) are sent, rank columns each. The state is Q,
@@ -41,28 +43,12 @@ class PowerSGD:
         ValueError: for a rank below 1, or an unknown method.
     """
 
+    field: ClassVar[str] = "rank"
     memory_passes: ClassVar[int] = 8  # two matmuls and a third read it, and its error is written
-    rank: int = 4
+    rank: AtLeast1 = 4
     _: KW_ONLY
     orthogonalize: Method = "auto"
     error_feedback: bool = True
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "rank", whole("rank", self.rank, 1))
-        flag("error_feedback", self.error_feedback)
-        if self.orthogonalize not in ("auto", "qr", "gram-schmidt"):
-            raise ValueError(
-                f"orthogonalize={self.orthogonalize!r}: expected 'qr', 'gram-schmidt' or 'auto'"
-            )
-
-    @property
-    def setting(self) -> Setting:
-        """Return the rank."""
-        return self.rank
-
-    def with_setting(self, setting: Setting) -> PowerSGD:
-        """Return the same with another rank."""
-        return replace(self, rank=setting)  # type: ignore[arg-type]  # checked when made
 
     def at(self, setting: Setting, layer: Layer) -> Setting:
         """Return the rank, at most the layer's own."""

@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import KW_ONLY, dataclass, replace
-from typing import Any, ClassVar, Literal, get_args
+from dataclasses import KW_ONLY, dataclass
+from functools import partial
+from typing import Annotated, Any, ClassVar, Literal
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jaxoverlap.train.arguments import flag, whole
+from jaxoverlap._util.limits import checked, whole
 from jaxoverlap.train.compression.compressors import two_bits
 from jaxoverlap.train.compression.compressors.compressor import (
     Averaged,
+    OneSetting,
     Setting,
     Worker,
 )
@@ -32,7 +34,8 @@ BUCKET = 512  # elements that share a range
 
 
 @dataclass(frozen=True)
-class QSGD:
+@checked
+class QSGD(OneSetting):
     """Quantisation with stochastic rounding, which is right in the mean.
 
     Each bucket of 512 elements is rounded to 2**bits values from its least to its greatest, up or
@@ -54,24 +57,19 @@ class QSGD:
         ValueError: for other bits or levels, or one bit with error feedback.
     """
 
+    field: ClassVar[str] = "bits"
     memory_passes: ClassVar[int] = 12  # ranges, codes, packing, and back
-    bits: int = 4
+    bits: Annotated[int, partial(whole, least=1, most=8)] = 4
     _: KW_ONLY
     error_feedback: bool = False
     levels: Levels = "range"
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "bits", whole("bits", self.bits, 1, 8))
-        flag("error_feedback", self.error_feedback)
         if self.error_feedback and self.bits == 1:
             raise ValueError(
                 "bits=1 with error_feedback=True: one bit of a bucket's range loses more than the "
                 "gradient has, and what is kept would grow without end; give 2 bits or more, or "
                 "no error feedback"
-            )
-        if self.levels not in get_args(Levels):
-            raise ValueError(
-                f"levels={self.levels!r}: expected one of {', '.join(get_args(Levels))}"
             )
         if self.levels == "means" and self.bits != 2:
             raise ValueError(
@@ -79,27 +77,11 @@ class QSGD:
                 "bits; give bits=2"
             )
 
-    @property
-    def setting(self) -> Setting:
-        """Return the bits of an element."""
-        return self.bits
-
-    def with_setting(self, setting: Setting) -> QSGD:
-        """Return the same with other bits."""
-        return replace(self, bits=setting)  # type: ignore[arg-type]  # checked when made
-
-    def at(self, setting: Setting, layer: Layer) -> Setting:
-        """Return the bits."""
-        return int(setting)
-
     def candidates(self, layer: Layer) -> tuple[Setting, ...]:
         """Return 2 to 8 bits, and the default; 2 alone where levels are means."""
         if self.levels == "means":
             return (self.bits,)
         return tuple(sorted({*range(2, 9), self.bits}))
-
-    def init(self, layer: Layer, key: jax.Array, settings: Sequence[Setting]) -> None:
-        """Return no state."""
 
     def average(
         self, matrix: jax.Array, state: Any, *, layer: Layer, setting: Setting, at: Worker

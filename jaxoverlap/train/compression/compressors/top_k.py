@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import KW_ONLY, dataclass, replace
-from typing import Any, ClassVar
+from dataclasses import KW_ONLY, dataclass
+from functools import partial
+from typing import Annotated, Any, ClassVar
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jaxoverlap.train.arguments import flag, number
+from jaxoverlap._util.expect import expect
+from jaxoverlap._util.limits import checked, number
 from jaxoverlap.train.compression.compressors import two_bits
 from jaxoverlap.train.compression.compressors.compressor import (
     Averaged,
+    OneSetting,
     Setting,
     Worker,
 )
@@ -29,7 +32,8 @@ _PLACE_BITS = 12  # of an index in a chunk
 
 
 @dataclass(frozen=True)
-class TopK:
+@checked
+class TopK(OneSetting):
     """TopK with error feedback: each worker sends its own largest elements.
 
     Bytes grow with the number of workers, as indices differ between them: an all-gather. Source:
@@ -48,37 +52,19 @@ class TopK:
         ValueError: for another fraction, or other bits.
     """
 
+    field: ClassVar[str] = "fraction"
     memory_passes: ClassVar[int] = 40  # mostly the selection
-    fraction: float = 0.01
+    fraction: Annotated[float, partial(number, above=0, most=1)] = 0.01
     _: KW_ONLY
     error_feedback: bool = True
     bits: int | None = None
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "fraction", number("fraction", self.fraction, above=0, most=1))
-        flag("error_feedback", self.error_feedback)
-        if self.bits not in (None, 2):
-            raise ValueError(f"bits={self.bits!r}: expected 2, or None for values as they are")
-
-    @property
-    def setting(self) -> Setting:
-        """Return the fraction of the elements."""
-        return self.fraction
-
-    def with_setting(self, setting: Setting) -> TopK:
-        """Return the same with another fraction."""
-        return replace(self, fraction=setting)
-
-    def at(self, setting: Setting, layer: Layer) -> Setting:
-        """Return the fraction."""
-        return float(setting)
+        expect(self.bits in (None, 2), "bits", self.bits, "2, or None for values as they are")
 
     def candidates(self, layer: Layer) -> tuple[Setting, ...]:
         """Return fractions from 0.1% to 10%, and the default."""
         return tuple(sorted({*_FRACTIONS, self.fraction}))
-
-    def init(self, layer: Layer, key: jax.Array, settings: Sequence[Setting]) -> None:
-        """Return no state."""
 
     def average(
         self, matrix: jax.Array, state: Any, *, layer: Layer, setting: Setting, at: Worker

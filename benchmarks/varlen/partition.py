@@ -15,19 +15,72 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from dataclasses import dataclass, field, replace
 
 import numpy as np
-from numpy.typing import ArrayLike
 
-from jaxoverlap.train.varlen.costs import AttentionCosts
-from jaxoverlap.train.varlen.rings import Nodes
-from jaxoverlap.train.varlen.sharing import Infeasible, Prices, SequenceSharing, prices_of
+from jaxoverlap.train.varlen import AttentionCosts, Nodes
+from jaxoverlap.train.varlen.costs import Floats
+from jaxoverlap.train.varlen.rings import ring_s
+from jaxoverlap.train.varlen.sharing import (
+    Infeasible,
+    Prices,
+    Room,
+    SequenceSharing,
+    bound_s,
+    prices_of,
+    wanted_sizes,
+)
 
 _SHARES = (1.0, 0.5, 0.25)
 _MORE_SHARES = tuple(np.geomspace(0.05, 3.0, 60).tolist())
 _FEW, _IMPROVED = 96, 320  # sequences for which all shares are tried, and improved together
 GOOD = 1.02  # of the lower bound: nothing more is tried
 _FEWEST, _RESIZED = 16, 6  # sequences for which all sizes are tried, and the longest of these
+
+
+@dataclass
+class RaggedSharing(SequenceSharing):
+    """Sequences on rings without a program: tokens stay for the linear layers where they are.
+
+    Attributes:
+        capacity: slots of a device.
+    """
+
+    capacity: int = field(kw_only=True)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self._seconds: dict[int, Floats] = {}
+
+    def ring_seconds(self, at: int) -> Floats:
+        """Return the seconds of each ring of a size, with those of its tokens' linear layers."""
+        if at not in self._seconds:
+            size, compute, tokens = self.nodes.ring_sizes[at], self.compute_s[at], self.tokens[at]
+            attention_s = ring_s(compute, tokens, size, self.nodes, self.costs)
+            self._seconds[at] = attention_s + self.token_s * tokens
+        return self._seconds[at]
+
+    def changed(self, at: int) -> None:
+        self._seconds.pop(at, None)
+
+    def device_tokens(self) -> Floats:
+        """Return the slots that each device needs."""
+        return self._of_devices(self.tokens)
+
+    def room(self, at: int) -> Room:
+        size = self.nodes.ring_sizes[at]
+        left = self.capacity - self.device_tokens().reshape(-1, size).max(axis=1)
+        return Room(size, left.tolist())
+
+    def load_s(self) -> Floats:
+        return self.device_seconds()
+
+    def added_s(self, at: int, indices: np.ndarray) -> Floats:
+        return self.price.alone_s[at][indices]
+
+    def _helped(self, before: tuple[float, float]) -> bool:
+        return super()._helped(before) and bool(self.device_tokens().max() <= self.capacity)
 
 
 def partition(
@@ -37,18 +90,20 @@ def partition(
     *,
     capacity: int,
     token_s: float = 0.0,
-) -> SequenceSharing:
+) -> RaggedSharing:
     """Share sequences out so that the slowest device is done early.
 
     Args:
         lengths: i[sequences], tokens of each.
-        nodes, costs, capacity, token_s: as `SequenceSharing` has them.
+        nodes, costs, capacity, token_s: as `RaggedSharing` has them.
 
     Raises:
         Infeasible: if they do not fit.
     """
     price = prices_of(lengths, nodes, costs, token_s=token_s)
-    fresh = functools.partial(SequenceSharing, lengths, nodes, costs, price, capacity, token_s)
+    fresh = functools.partial(
+        RaggedSharing, lengths, nodes, costs, price, token_s, capacity=capacity
+    )
     least_s = bound_s(price, nodes)
     few = len(lengths) <= _FEW
     shares = _MORE_SHARES if few else _SHARES
@@ -60,7 +115,7 @@ def partition(
     found = [sharing for sharing, sizes in tried if sharing.fill(sizes)]
     if not found:
         return _split_all(fresh())
-    found.sort(key=SequenceSharing.makespan_s)
+    found.sort(key=RaggedSharing.makespan_s)
     if not few:
         found[0].improve(moves=8, longest=6)
         return found[0]
@@ -68,11 +123,11 @@ def partition(
     for sharing in found[: _IMPROVED // len(lengths)]:
         if best.makespan_s() > GOOD * least_s:
             sharing.improve()
-            best = min(best, sharing, key=SequenceSharing.makespan_s)
+            best = min(best, sharing, key=RaggedSharing.makespan_s)
     return _resized(best, fresh) if len(lengths) <= _FEWEST else best
 
 
-def _resized(best: SequenceSharing, fresh: Callable[[], SequenceSharing]) -> SequenceSharing:
+def _resized(best: RaggedSharing, fresh: Callable[[], RaggedSharing]) -> RaggedSharing:
     """Try rings of other sizes for each of the longest sequences, one after the other."""
     for index in np.argsort(-best.lengths, kind="stable")[:_RESIZED]:
         for at in range(len(best.nodes.ring_sizes)):
@@ -83,34 +138,8 @@ def _resized(best: SequenceSharing, fresh: Callable[[], SequenceSharing]) -> Seq
             other = fresh()
             if other.fill(wanted):
                 other.improve()
-                best = min(best, other, key=SequenceSharing.makespan_s)
+                best = min(best, other, key=RaggedSharing.makespan_s)
     return best
-
-
-def bound_s(price: Prices, nodes: Nodes) -> float:
-    """Return what no sharing is faster than, but for what sequences of one ring save together.
-
-    The longest of single sequences at their best, and all of them spread evenly at their least.
-    """
-    alone = np.stack(price.alone_s)
-    shared = (alone * np.array(nodes.ring_sizes)[:, None]).min(axis=0).sum() / nodes.total
-    return float(max(shared, alone.min(axis=0).max(initial=0.0)))
-
-
-def wanted_sizes(price: Prices, limits: ArrayLike, longest_s: float) -> np.ndarray:
-    """Return the smallest ring of each sequence that has room and is fast enough.
-
-    Where none is fast enough, it is the fastest that has room.
-
-    Args:
-        price: of the sequences.
-        limits: slots of a device for each size, or for all.
-        longest_s: seconds of a sequence alone that are fast enough.
-    """
-    room = np.broadcast_to(limits, len(price.tokens))[:, None]
-    alone = np.where(np.stack(price.tokens) <= room, np.stack(price.alone_s), np.inf)
-    short = alone <= longest_s
-    return np.where(short.any(axis=0), short.argmax(axis=0), alone.argmin(axis=0))
 
 
 def _alike(price: Prices, capacity: int) -> list[np.ndarray]:
@@ -120,7 +149,7 @@ def _alike(price: Prices, capacity: int) -> list[np.ndarray]:
     return [np.maximum(least, at) for at in range(len(room))]
 
 
-def _split_all(sharing: SequenceSharing) -> SequenceSharing:
+def _split_all(sharing: RaggedSharing) -> RaggedSharing:
     """Put all sequences on the largest ring: what always fits if anything does, less rounding."""
     at = len(sharing.nodes.ring_sizes) - 1
     needed = int(sharing.price.tokens[at].sum())
@@ -129,3 +158,21 @@ def _split_all(sharing: SequenceSharing) -> SequenceSharing:
     everything = np.arange(len(sharing.lengths))
     sharing.put(everything, at, np.zeros_like(everything))
     return sharing
+
+
+def ragged_seconds(
+    lengths: np.ndarray, nodes: Nodes, costs: AttentionCosts, *, capacity: int
+) -> float:
+    """Return the seconds of a layer that no program is compiled for: sizes as the batch is.
+
+    A measure of what static sizes cost. Tokens stay for the linear layers where attention has
+    them, and the groups that exchange heads are the best choice for this batch alone.
+    """
+    able = [g for g in nodes.ring_sizes[1:] if costs.kv_heads % g == 0]
+    inside = [g for g in able if not nodes.crosses(g)]
+    choices = [replace(costs, exchanged=tuple(sizes)) for sizes in (able, inside, [])]
+    shared = (
+        partition(lengths, nodes, priced, capacity=capacity, token_s=priced.linear_s)
+        for priced in choices
+    )
+    return min(map(RaggedSharing.makespan_s, shared))
