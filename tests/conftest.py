@@ -26,8 +26,7 @@ import jax
 import pytest
 from jax.experimental.compilation_cache import compilation_cache
 
-from tests.support import seeds, shards
-from tests.support.pods import needs_plugin
+from tests.support import kept, seeds, shards
 from tests.support.reach import reach
 
 jax.config.update("jax_num_cpu_devices", 8)
@@ -90,18 +89,20 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
     return str(collection_path.relative_to(ROOT)) not in files or None
 
 
+KEPT = pytest.StashKey[kept.Files]()
+
+
 def keep_programs(config: pytest.Config) -> None:
-    """Keep the programs that a run compiles for CPU devices in pytest's cache, for all workers.
+    """Keep what compiles in pytest's cache, for all workers and later runs.
 
     Most of the time of the suite is XLA's, and many tests compile the same program: two trainers
-    that have to agree, a run and the one that resumes it. Each run starts without any: not all
-    tests pass with programs that are loaded (XLA does not serialize one again).
+    that have to agree, a run and the one that resumes it, a test of yesterday.
     """
     if config.pluginmanager.hasplugin("cacheprovider"):
-        folder = config.cache.mkdir("compiled")
+        folder = config.cache.mkdir("programs")
         if not hasattr(config, "workerinput"):
-            for path in folder.iterdir():
-                path.unlink(missing_ok=True)
+            kept.prune(folder)
+        config.stash[KEPT] = kept.install(folder)
         jax.config.update("jax_compilation_cache_dir", str(folder))
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
         jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
@@ -137,9 +138,11 @@ def pytest_collection_finish() -> None:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
-    """Leave the cache out where JAX writes to it what it cannot read back: programs for pods."""
-    anew = item.get_closest_marker("anew") or needs_plugin.mark in item.iter_markers("skipif")
-    if jax.config.jax_enable_compilation_cache == bool(anew):
+    """Compile all programs of a test that is marked `anew`."""
+    anew = bool(item.get_closest_marker("anew"))
+    if KEPT in item.config.stash:
+        item.config.stash[KEPT].used = not anew
+    if jax.config.jax_enable_compilation_cache == anew:
         jax.config.update("jax_enable_compilation_cache", not anew)
         compilation_cache.reset_cache()  # or the setting is not read again
     return (yield)
