@@ -149,8 +149,11 @@ def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
 
 
 @pytest.fixture(scope="session", autouse=True)
-def own_cache(tmp_path_factory):
+def own_cache(tmp_path_factory, pytestconfig: pytest.Config):
     """Keep what tests compile in children apart from the user's own cache."""
     with pytest.MonkeyPatch.context() as patch:
+        if KEPT in pytestconfig.stash:
+            patch.setenv(kept.FOLDER, str(pytestconfig.stash[KEPT].folder))
+            patch.setenv("PYTHONPATH", str(kept.CHILDREN), prepend=os.pathsep)
         patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
         yield

@@ -17,6 +17,7 @@ import re
 import secrets
 import sys
 import types
+import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -29,6 +30,8 @@ from jax._src.lib import _jax, xla_client  # noqa: TID251
 
 ROOT = Path(__file__).parents[2]
 MOST_BYTES = 1 << 30
+FOLDER = "JAXOVERLAP_KEPT"  # names the folder to children
+CHILDREN = Path(__file__).parent / "children"  # for their PYTHONPATH
 _SCHEDULE = "jaxoverlap._jax.xla_schedule"
 _HASH = re.compile(r"_([0-9a-f]{8})$")  # at the end of a scheduled step's name: of the source
 _ANY_HASH = "\N{SECTION SIGN}hash"  # instead of it in a kept program
@@ -39,17 +42,18 @@ class Files(CacheInterface):
 
     Attributes:
         used: whether programs for GPUs are taken from it; JAX has a setting of its own.
+        folder: its path.
     """
 
     used = True
 
     def __init__(self, folder: Path):
-        self._path = folder
-        self._path.mkdir(parents=True, exist_ok=True)
+        self.folder = self._path = folder  # the latter is JAX's name
+        self.folder.mkdir(parents=True, exist_ok=True)
 
     def _file(self, key: str) -> Path:
         named = key if len(key) < 200 else hashlib.sha256(key.encode()).hexdigest()
-        return self._path / named
+        return self.folder / named
 
     def get(self, key: str) -> bytes | None:
         path = self._file(key)
@@ -60,7 +64,7 @@ class Files(CacheInterface):
         return None
 
     def put(self, key: str, value: bytes) -> None:
-        temporary = self._path / f".{secrets.token_hex(8)}"
+        temporary = self.folder / f".{secrets.token_hex(8)}"
         temporary.write_bytes(value)
         temporary.replace(self._file(key))
 
@@ -128,6 +132,16 @@ class KeptExecutable:
 
     def hlo_modules(self) -> list[Any]:
         return [types.SimpleNamespace(to_string=lambda text=text: text) for text in self.texts]
+
+    def to_bytes(self) -> bytes:
+        """Serialize without this module's classes, which have another name in children."""
+        asked = [(one.text, dict(one.orders)) for one in self.asked]
+        return zlib.compress(pickle.dumps((self.texts, self.parts, asked)), 1)
+
+    @classmethod
+    def from_bytes(cls, serialized: bytes) -> KeptExecutable:
+        texts, parts, asked = pickle.loads(zlib.decompress(serialized))
+        return cls(texts, parts, [Asked(*one) for one in asked])
 
     def renamed(self, old: str, new: str) -> KeptExecutable:
         """Return the program with another hash in its names."""
@@ -239,12 +253,23 @@ def key_of(backend: Any, module: Any, devices: Any, options: Any, found: Any) ->
     if found and found[1]:
         lowered = lowered.replace(found[1], _ANY_HASH)
     hasher = hashlib.sha256(lowered.encode())
-    hasher.update(options.SerializeAsString())
+    hasher.update(_serialized(options))
     topology = xla_client.get_topology_for_devices(list(devices))
     versions = (jax.__version__, xla_client._version, backend.platform_version)
     flags = (os.environ.get("XLA_FLAGS", ""), bool(found), Path(__file__).read_bytes())
     hasher.update(repr((topology.fingerprint(), versions, flags)).encode())
     return f"pod-{hasher.hexdigest()}"
+
+
+def _serialized(options: Any) -> bytes:
+    """Serialize options without the file of kernels, which is another in each child."""
+    debug = options.executable_build_options.debug_options
+    kernels = debug.xla_gpu_kernel_cache_file
+    debug.xla_gpu_kernel_cache_file = ""
+    try:
+        return options.SerializeAsString()
+    finally:
+        debug.xla_gpu_kernel_cache_file = kernels
 
 
 def keeping(compile: Callable[..., Any], files: Files) -> Callable[..., Any]:
@@ -261,13 +286,13 @@ def keeping(compile: Callable[..., Any], files: Files) -> Callable[..., Any]:
                 recorder, hashed = found or (None, "")
                 key = key_of(backend, module, devices, options, found)
                 if known := files.get(key):
-                    kept = pickle.loads(known).renamed(_ANY_HASH, hashed)
+                    kept = KeptExecutable.from_bytes(known).renamed(_ANY_HASH, hashed)
                     if _ordered_alike(kept.asked, recorder):
                         return kept
                 made = compile(backend, module, devices, options, callbacks)
                 if recorder is None or not recorder.broken:
                     kept = kept_parts(made, recorder.asked if recorder else [])
-                    files.put(key, pickle.dumps(kept.renamed(hashed, _ANY_HASH)))
+                    files.put(key, kept.renamed(hashed, _ANY_HASH).to_bytes())
                 return made
         except LookupError:
             return compile(backend, module, devices, options, callbacks)
@@ -295,10 +320,24 @@ def for_no_gpu(backend: Any) -> bool:
 def install(folder: Path) -> Files:
     """Keep the programs of this process, for CPU devices and for GPUs that are not there."""
     files, is_cache_used = Files(folder), compilation_cache.is_cache_used
+    key_without_names = compilation_cache.get_cache_key
+
+    def get_cache_key(module: Any, *others: Any) -> str:
+        """Add names and lines to JAX's key: tests read both in a program's text."""
+        text = with_users_lines(module.operation.get_asm(enable_debug_info=True))
+        digest = hashlib.sha256(text.encode()).hexdigest()[:16]
+        return f"{key_without_names(module, *others)}-{digest}"
+
+    compilation_cache.get_cache_key = get_cache_key
     compilation_cache.get_file_cache = lambda path: (files, path)
     # JAX writes there what it cannot read back.
     compilation_cache.is_cache_used = lambda backend: (
         not for_no_gpu(backend) and is_cache_used(backend)
     )
-    compiler.backend_compile_and_load = keeping(compiler.backend_compile_and_load, files)
+    keep_for_no_gpu(files)
     return files
+
+
+def keep_for_no_gpu(files: Files) -> None:
+    """Keep the programs that this process compiles for GPUs that are not there."""
+    compiler.backend_compile_and_load = keeping(compiler.backend_compile_and_load, files)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import pickle
 import types
 from pathlib import Path
 from typing import Any
@@ -44,7 +43,7 @@ def test_what_was_not_used_for_longest_is_removed(tmp_path: Path):
 def test_another_hash_of_the_source_renames_a_program():
     asked = kept.Asked("step_0a", {"main_0a": ["dot_0a"]})
     program = kept.KeptExecutable(["HloModule step_0a"], {}, [asked])
-    renamed = pickle.loads(pickle.dumps(program)).renamed("0a", "1b")
+    renamed = kept.KeptExecutable.from_bytes(program.to_bytes()).renamed("0a", "1b")
     assert renamed.texts == ["HloModule step_1b"]
     assert renamed.asked == [kept.Asked("step_1b", {"main_1b": ["dot_1b"]})]
     assert program.renamed("", "1b") is program
