@@ -31,7 +31,7 @@ from jax._src.lib import _jax, xla_client  # noqa: TID251
 ROOT = Path(__file__).parents[2]
 MOST_BYTES = 1 << 30
 FOLDER = "JAXOVERLAP_KEPT"  # names the folder to children
-CHILDREN = Path(__file__).parent / "children"  # for their PYTHONPATH
+CHILDREN = Path(__file__).parent / "children"  # tests/support/children/sitecustomize.py
 _SCHEDULE = "jaxoverlap._jax.xla_schedule"
 _HASH = re.compile(r"_([0-9a-f]{8})$")  # at the end of a scheduled step's name: of the source
 _ANY_HASH = "\N{SECTION SIGN}hash"  # instead of it in a kept program

@@ -18,6 +18,7 @@ import grimp
 
 PACKAGES = ("jaxoverlap", "models", "benchmarks", "tests")
 CONFTEST = "tests.conftest"  # every test imports it
+OWN = "tests/support/reach.py"  # names modules, and runs none
 # These read the source of every module, or files that no module names. They take seconds.
 ALWAYS = (
     "tests.docs.test_docstrings",
@@ -116,6 +117,7 @@ def graph_of(root: Path, lazy: Mapping[str, str], removed: Iterable[str] = ()) -
     grimps = grimp.build_graph(*PACKAGES, cache_dir=None)
     imports = dict[str, set[str]]()
     for module, path in files.items():
+        imports[module] = set()
         if module == "jaxoverlap":  # imports its names for type checkers, and when they are used
             imports[module] = {"jaxoverlap._util.passes_link"}
         elif module in grimps.modules:
@@ -124,7 +126,7 @@ def graph_of(root: Path, lazy: Mapping[str, str], removed: Iterable[str] = ()) -
         if module.startswith("jaxoverlap"):  # imports all that it uses, but for scripts
             scripts = {f".{name}" for name in _SCRIPT.findall(text)}
             imports[module] |= {m for m in known if m[m.rfind(".") :] in scripts}
-        else:
+        elif path != OWN:
             imports[module] |= named(text, known, lazy)
         imports[module] = with_parents({*imports[module], module}) - {module}
     pages = [root / "README.md", *(root / "docs").rglob("*.md")]

@@ -100,11 +100,39 @@ def test_what_all_tests_depend_on_reaches_all(file: str):
         reached(["jaxoverlap/a.py", file], GRAPH, "main")
 
 
-def test_the_graph_has_every_import():
+@pytest.fixture(scope="module")
+def ours() -> Graph:
+    return graph_of(ROOT, lazy_names((ROOT / "jaxoverlap" / "__init__.py").read_text()))
+
+
+@pytest.mark.parametrize(
+    ("changed", "other"),
+    [
+        ("jaxoverlap/train/compression/control.py", "tests/passes/test_registry.py"),
+        ("jaxoverlap/cli/explain.py", "tests/train/test_states.py"),
+        ("jaxoverlap/profiling/xplane.py", "tests/passes/test_registry.py"),
+        ("jaxoverlap/parallelism/configure.py", "tests/passes/test_registry.py"),
+        ("docs/start.md", "tests/cli/test_cli.py"),
+    ],
+)
+def test_a_change_above_reaches_less_than_half_of_the_files(changed: str, other: str, ours: Graph):
+    folder = changed.rpartition("/")[0]
+    every = [file for file in ours.files.values() if file.startswith(f"{folder}/")]
+    found = reached(every or [changed], ours, "main")
+    assert found.files is not None and len(found.files) < found.total / 2
+    assert other not in found.files
+
+
+def test_what_the_tests_own_support_needs_reaches_all(ours: Graph):
+    for file in ("tests/support/children/sitecustomize.py", "jaxoverlap/_jax/xla_schedule.py"):
+        with pytest.raises(EverythingError, match="conftest"):
+            reached([file], ours, "main")
+
+
+def test_the_graph_has_every_import(ours: Graph):
     """The top package is left out: it imports most names when they are first used."""
     lazy = lazy_names((ROOT / "jaxoverlap" / "__init__.py").read_text())
     assert lazy["overlap"] == "jaxoverlap.api" and lazy["ring"] == "jaxoverlap.ring"
-    ours = graph_of(ROOT, lazy)
     theirs = grimp.build_graph("jaxoverlap", "models", "benchmarks", "tests", cache_dir=None)
     assert set(ours.files) >= theirs.modules
     for module in theirs.modules - {"jaxoverlap"}:
