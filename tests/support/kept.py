@@ -272,13 +272,21 @@ def _serialized(options: Any) -> bytes:
         debug.xla_gpu_kernel_cache_file = kernels
 
 
+def _dumps(options: Any) -> bool:
+    """Return whether a compilation is to write files, as it does only if it takes place."""
+    debug = options.executable_build_options.debug_options
+    return bool(debug.xla_dump_to) or any(
+        n == "xla_dump_to" for n, _ in options.env_option_overrides
+    )
+
+
 def keeping(compile: Callable[..., Any], files: Files) -> Callable[..., Any]:
     """Return XLA's entry point with programs for GPUs that are not there taken from files."""
 
     @functools.wraps(compile)
     def compiled(backend: Any, module: Any, devices: Any, options: Any, callbacks: Any) -> Any:
         name = module.operation.attributes["sym_name"].value
-        anew = not (files.used and for_no_gpu(backend)) or callbacks
+        anew = not (files.used and for_no_gpu(backend)) or callbacks or _dumps(options)
         if anew or "jaxoverlap_asks" in name:  # which XLA does not compile to the end
             return compile(backend, module, devices, options, callbacks)
         try:

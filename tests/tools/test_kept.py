@@ -10,6 +10,7 @@ from typing import Any
 import jax
 import pytest
 from jax._src import compiler  # noqa: TID251 # the entry point that is replaced
+from jax._src.lib import xla_client  # noqa: TID251
 
 from jaxoverlap.passes.scheduling import scheduler
 from tests.passes.scheduling.test_scheduler import ONE_AT_A_TIME, overlapped
@@ -99,7 +100,7 @@ def facts(compiled: Any) -> tuple[Any, ...]:
 
 @needs_plugin
 @pytest.mark.pods
-def test_a_kept_program_is_the_compiled_one(compiles: list[str]):
+def test_a_kept_program_is_the_compiled_one(compiles: list[str], tmp_path: Path):
     first = facts(overlapped().compile(ONE_AT_A_TIME))
     assert len(compiles) == 1
     jax.clear_caches()
@@ -111,6 +112,10 @@ def test_a_kept_program_is_the_compiled_one(compiles: list[str]):
     jax.clear_caches()
     overlapped(None).compile(ONE_AT_A_TIME)
     assert len(compiles) == 3
+    for _ in range(2):
+        jax.clear_caches()
+        overlapped(None).compile({**ONE_AT_A_TIME, "xla_dump_to": str(tmp_path / "dumped")})
+    assert len(compiles) == 5
 
 
 @needs_plugin
@@ -132,6 +137,7 @@ def test_steps_for_cpus_and_questions_are_not_kept_here(tmp_path: Path):
     """JAX keeps the former, and XLA does not finish the latter."""
     attributes = {"sym_name": types.SimpleNamespace(value="jit_step")}
     module = types.SimpleNamespace(operation=types.SimpleNamespace(attributes=attributes))
+    options = xla_client.CompileOptions()
     compile = keeping(lambda *given: given[1], Files(tmp_path))
-    assert compile(jax.devices()[0].client, module, [], None, []) is module
+    assert compile(jax.devices()[0].client, module, [], options, []) is module
     assert not [*tmp_path.iterdir()]
