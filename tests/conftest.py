@@ -140,8 +140,9 @@ def pytest_collection_finish() -> None:
 def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
     """Compile all programs of a test that is marked `anew`."""
     anew = bool(item.get_closest_marker("anew"))
-    if KEPT in item.config.stash:
-        item.config.stash[KEPT].used = not anew
+    if files := item.config.stash.get(KEPT, None):
+        files.used = not anew
+        os.environ[kept.FOLDER] = "" if anew else str(files.folder)
     if jax.config.jax_enable_compilation_cache == anew:
         jax.config.update("jax_enable_compilation_cache", not anew)
         compilation_cache.reset_cache()  # or the setting is not read again
@@ -153,7 +154,6 @@ def own_cache(tmp_path_factory, pytestconfig: pytest.Config):
     """Keep what tests compile in children apart from the user's own cache."""
     with pytest.MonkeyPatch.context() as patch:
         if KEPT in pytestconfig.stash:
-            patch.setenv(kept.FOLDER, str(pytestconfig.stash[KEPT].folder))
             patch.setenv("PYTHONPATH", str(kept.CHILDREN), prepend=os.pathsep)
         patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
         yield

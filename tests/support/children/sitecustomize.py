@@ -22,5 +22,5 @@ class _BeforeJobs:
             kept.keep_for_no_gpu(kept.Files(Path(os.environ[kept.FOLDER])))
 
 
-if "JAXOVERLAP_KEPT" in os.environ:
+if os.environ.get("JAXOVERLAP_KEPT"):
     sys.meta_path.insert(0, _BeforeJobs())
