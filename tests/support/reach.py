@@ -28,8 +28,9 @@ ALWAYS = (
     "tests.test_packages",
     "tests.test_readme",
 )
-# Files that are read as text, by what reads them. Files below a package belong to its modules.
+# Files that are read as text, by what reads them. Data below a package belong to its modules.
 READERS = {
+    "jaxoverlap/cli/targets/": ("jaxoverlap.cli.new_target",),
     "docs/": ("tests.docs.blocks", "tests.docs.test_pages", "tests.docs.test_clusters"),
     "docs/clusters/": ("tests.benchmarks.lab.test_training",),
     "docs/start.md": ("tests.cli.test_targets",),
@@ -51,7 +52,7 @@ _NAME = re.compile(rf"\b({'|'.join(PACKAGES)})\b((?:\.\w+)*)(\.\{{)?")
 _PATH = re.compile(rf"\b(?:{'|'.join((*PACKAGES, 'passes'))})(?:/\w+)*/\w+\.py\b")
 _DOCSTRING = re.compile(r'''(?:\A|:\n)\s*"""[\s\S]*?"""''')
 _SCRIPT = re.compile(r"""["'](\w+)\.py["']""")
-_FROM_TOP = re.compile(r"from jaxoverlap import (\([^)]*\)|[^(\n]+)")
+_FROM = re.compile(rf"from ((?:{'|'.join(PACKAGES)})[\w.]*) import (\([^)]*\)|[^(\n]+)")
 _COMMAND = re.compile(r"""^ *(?:\$ )?jaxoverlap \w|-m["', ]+jaxoverlap\b""", re.MULTILINE)
 _AS_A_VALUE = re.compile(r"\(jaxoverlap[,)]|, jaxoverlap[,)]|=jaxoverlap\b|import jaxoverlap as")
 
@@ -113,7 +114,8 @@ def graph_of(root: Path, lazy: Mapping[str, str], removed: Iterable[str] = ()) -
             for file in (root / top).rglob("*.py")  # links are not followed
         )
     }
-    known = {*files, *removed}
+    gone = {*removed}
+    known = {*files, *gone}
     grimps = grimp.build_graph(*PACKAGES, cache_dir=None)
     imports = dict[str, set[str]]()
     for module, path in files.items():
@@ -126,6 +128,7 @@ def graph_of(root: Path, lazy: Mapping[str, str], removed: Iterable[str] = ()) -
         if module.startswith("jaxoverlap"):  # imports all that it uses, but for scripts
             scripts = {f".{name}" for name in _SCRIPT.findall(text)}
             imports[module] |= {m for m in known if m[m.rfind(".") :] in scripts}
+            imports[module] |= gone & named(text, known, lazy)
         elif path != OWN:
             imports[module] |= named(text, known, lazy)
         imports[module] = with_parents({*imports[module], module}) - {module}
@@ -156,9 +159,9 @@ def named(text: str, known: Collection[str], lazy: Mapping[str, str]) -> set[str
         found |= _module(module, known, lazy)
     for path in _PATH.findall(text):
         found |= {module_of(path)} & set(known)
-    for names in _FROM_TOP.findall(text):
+    for module, names in _FROM.findall(text):
         for name in re.findall(r"\w+", names):
-            found |= _module(f"jaxoverlap.{name}", known, lazy)
+            found |= _module(f"{module}.{name}", known, lazy)
     if _COMMAND.search(text):
         found |= {"jaxoverlap.__main__"}
     if _AS_A_VALUE.search(text):  # any name of it may be used
@@ -219,6 +222,16 @@ def _differing(root: Path, base: str) -> list[str]:
     return sorted({*tracked, *_git(root, "ls-files", "--others", "--exclude-standard")})
 
 
+def _near(path: str, graph: Graph, folders: int) -> set[str]:
+    """Return the modules of the nearest folders around a file that have some: they may read it."""
+    near = set[str]()
+    while folders and (path := path.rpartition("/")[0]):
+        here = {m for m, file in graph.files.items() if file.rpartition("/")[0] == path}
+        near |= here
+        folders -= bool(here)
+    return near
+
+
 def sources(path: str, graph: Graph) -> set[str]:
     """Return the modules and pages that are changed with a file.
 
@@ -226,20 +239,21 @@ def sources(path: str, graph: Graph) -> set[str]:
         EverythingError: if it is not known who reads the file.
     """
     top = path.partition("/")[0]
+    readers = [modules for start, modules in READERS.items() if path.startswith(start)]
+    found = {module for modules in readers for module in modules}
     if path.endswith(".py") and top in (*PACKAGES, "passes"):
         module = module_of(path)
-        return {module} if module != "jaxoverlap" else set(graph.files)
+        if module == "jaxoverlap":
+            return set(graph.files)
+        imported = is_test(module) or any(module in names for names in graph.imports.values())
+        return {module, *found} if imported else {module, *found, *_near(path, graph, 2)}
     if top in (*PACKAGES, "passes"):  # data of the nearest modules
-        while path := path.rpartition("/")[0]:
-            near = {m for m, file in graph.files.items() if file.rpartition("/")[0] == path}
-            if near:
-                return near
+        if near := _near(path, graph, 1):
+            return near
         raise EverythingError(f"{path} is of no package")
-    readers = [modules for start, modules in READERS.items() if path.startswith(start)]
     if not readers:
         raise EverythingError(f"{path} changed")
-    pages = {path} & set(graph.pages)
-    return {module for modules in readers for module in modules} | pages
+    return found | ({path} & set(graph.pages))
 
 
 # -- both -----------------------------------------------------------------------------------------

@@ -70,6 +70,7 @@ GRAPH = Graph(
         ('import_module(f"models.{name}")', {"models.gpt", "models.moe"}),
         ('"tests/support/build_step.py:build"', {"tests.support.build_step"}),
         ('"tests.support.build_step:build"', {"tests.support.build_step"}),
+        ("from models import gpt, config", {"models.gpt"}),
         ("another.models_of, jaxoverlapping", set()),
     ],
 )
@@ -143,6 +144,8 @@ def test_the_graph_has_every_import(ours: Graph):
     assert not [path for path in READERS if not (ROOT / path).exists()]
     scripts = ours.imports["jaxoverlap.flags.compiler"]
     assert "jaxoverlap._jax.xla_flags_probe" in scripts
+    targets = sources("jaxoverlap/cli/targets/plain.py", ours)
+    assert "jaxoverlap.cli.new_target" in ours.reached(targets)
     assert sources("tests/golden/golden.json", ours) >= {"tests.golden.test_golden"}
 
 
