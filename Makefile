@@ -8,7 +8,7 @@ STAMP := $(VENV)/.installed
 DEMO ?= models.demo
 # One worker a core of a small machine: each test process simulates 8 devices with threads of its own.
 WORKERS ?= 2
-PYTEST := $(BIN)/pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
+PYTEST = $(BIN)/pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder $(if $(SHARD),--shard $(SHARD))
 
 # The versions that everything was tested with; LOCK=/dev/null takes the newest.
 LOCK ?= requirements.lock
@@ -21,10 +21,10 @@ export JAX_PLATFORMS
 QUICK := $(addprefix tests/,plan cost flags parallelism profiling passes/analysis passes/estimation passes/layouts \
 	passes/planning passes/scheduling docs/test_words.py test_packages.py)
 
-.PHONY: help install demo check quick test docs lint format lines nightly lab lock clean FORCE
+.PHONY: help install demo check quick test test-all docs lint format lines nightly lab lock clean FORCE
 
 help: ## list the targets
-	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-9s %s\n", $$1, $$2 }' Makefile
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-9s %s\n", $$1, $$2 }' Makefile
 
 install: $(STAMP) ## make .venv with the package, its examples and the developer's tools
 
@@ -46,7 +46,10 @@ check: install ## lint, types and the tests that compile nothing; for every edit
 quick: install ## the tests that compile nothing
 	$(BIN)/pytest -q -n $(WORKERS) -m "not nightly and not pods" --ignore tests/parallelism/pipeline $(QUICK)
 
-test: lint ## check everything: lint, types, import order, tests
+test: lint ## lint, types, import order, and the tests that the change can reach
+	$(PYTEST) --reach
+
+test-all: lint ## the same with every test; SHARD=1/2 takes one of two halves
 	$(PYTEST)
 
 docs: install ## build the site in out/site; a broken link is an error
@@ -66,7 +69,7 @@ lines: install ## count the lines of code of the package
 	$(BIN)/python tools/count-lines
 
 nightly: install ## run the tests that take too long for every change
-	$(PYTEST) -m nightly
+	SEEDS=all $(PYTEST) -m "nightly or rotating"
 
 lab: install ## race on hosts with slow links, on this machine (root)
 	$(BIN)/python -m benchmarks.lab

@@ -6,9 +6,11 @@ import pytest
 
 from tests.differential.case import GRAPHS, draw
 from tests.differential.compare import TOGETHER, compared, differing
+from tests.support.seeds import rotating
 
 
-@pytest.mark.parametrize("first", range(0, 30, TOGETHER))
+@pytest.mark.rotating
+@pytest.mark.parametrize("first", rotating(10, range(30))[::TOGETHER])
 def test_drawn_layouts_and_halves_change_nothing_but_where_values_lie(first: int):
     seeds = range(first, first + TOGETHER)
     assert differing(seeds, laid_out=True, halved=True, among=GRAPHS) == {}

@@ -14,9 +14,11 @@ from tests.differential.case import MAY_BE_EXPLICIT, SIGNALS, draw
 from tests.differential.compare import TOGETHER, compared, differing
 from tests.differential.pods import refused_on_pods
 from tests.support.pods import needs_plugin
+from tests.support.seeds import rotating
 
 
-@pytest.mark.parametrize("first", range(0, 30, TOGETHER))
+@pytest.mark.rotating
+@pytest.mark.parametrize("first", rotating(20, range(60))[::TOGETHER])
 def test_drawn_steps_live_as_under_jit(first: int):
     assert differing(range(first, first + TOGETHER)) == {}
 
@@ -42,10 +44,12 @@ def test_layers_that_are_gathered_ahead_change_nothing():
 WITH_NORMS = (models.residual_scan, models.language_model)  # 17 of 40 have such sums
 
 
+@pytest.mark.rotating
 @pytest.mark.parametrize("halves", [None, 2])
 def test_sums_that_leave_their_scans_change_nothing(halves):
     options = Options(late_sums=True, layouts=None, halves=halves)
-    assert differing(range(12, 16), among=WITH_NORMS, options=options) == {}
+    seeds = rotating(2, range(12, 16))
+    assert differing(seeds, among=WITH_NORMS, options=options) == {}
 
 
 def test_where_xla_refuses_a_step_the_error_is_xlas_own():

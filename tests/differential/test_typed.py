@@ -9,6 +9,7 @@ import jax
 import pytest
 
 from tests.differential.compare import TOGETHER, compared, typed_case
+from tests.support.seeds import rotating
 
 # Seeds on which XLA ends the process, by a check in how it shards dots: 1478 as it is, 1551 in halves.
 ABORTS = frozenset({1478, 1551, 2078})
@@ -26,7 +27,8 @@ def refused_and_differing(seeds: range) -> tuple[list[int], dict[int, list[str]]
     return refused, {s: one.differences for s, one in found.items() if one.differences}
 
 
-@pytest.mark.parametrize("first", range(0, 200, TOGETHER))
+@pytest.mark.rotating
+@pytest.mark.parametrize("first", rotating(50, range(200))[::TOGETHER])
 def test_drawn_steps_that_state_shardings_live_as_under_jit(first: int):
     refused, differing = refused_and_differing(range(first, first + TOGETHER))
     assert differing == {}

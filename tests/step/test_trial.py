@@ -40,6 +40,7 @@ def broken(request: Request) -> Request:
     return dataclasses.replace(request, job=dataclasses.replace(request.job, module=b"no module"))
 
 
+@pytest.mark.anew  # a child compiles by itself, and leaves its kernels
 class TestPods:
     pytestmark = pods
 

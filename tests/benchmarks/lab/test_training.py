@@ -60,6 +60,7 @@ def command_of(file: str) -> list[str]:
     return shlex.split(found[1])
 
 
+@pytest.mark.nightly  # test_clusters.py has the commands' options; this is what they do
 @pytest.mark.parametrize("file", ["train.sbatch", "train.yaml"])
 def test_the_commands_of_the_files_train(file, one_process, tmp_path):
     """On two hosts, with the variables that SLURM or Kubernetes would set; steps and mesh smaller."""
