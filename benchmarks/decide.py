@@ -32,6 +32,7 @@ from benchmarks.pods.suite import SCHEDULED
 from benchmarks.pods.suite import STEPS as SUITE
 from jaxoverlap._jax import partitioner
 from jaxoverlap.cli.targets.plain import build as build_mlp
+from jaxoverlap.flags.required import SEEN
 from jaxoverlap.hardware.pods import compiler_options
 from jaxoverlap.search import choice, compiled, search
 
@@ -78,7 +79,8 @@ def measured(case: str) -> Row:
     built = CASES[case]()
     with built.context(), counted() as counts, tempfile.TemporaryDirectory() as kept:
         began = time.perf_counter()
-        lower(built.function, built.args).compile(compiler_options=compiler_options())
+        options = {**compiler_options(), **{setting.name: setting.value for setting in SEEN}}
+        lower(built.function, built.args).compile(compiler_options=options)
         plain_s = time.perf_counter() - began
         counts.clear()
         with mock.patch.object(choice, "kept_folder", lambda: Path(kept)):

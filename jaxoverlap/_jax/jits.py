@@ -223,9 +223,17 @@ def compile_options(lowering: Any, options: Mapping[str, Any] | None = None) -> 
     )
 
 
+def accepted_options(options: Mapping[str, str], device: Any) -> dict[str, str]:
+    """Return the compiler options that the XLA of a device knows; as a rule by one compilation."""
+    given = tuple(options.items())
+    if _accept(given, device):
+        return dict(given)
+    return {name: value for name, value in given if _accept(((name, value),), device)}
+
+
 @functools.cache
-def accepts_option(name: str, value: str, device: Any) -> bool:
-    """Return whether the XLA of a device knows a compiler option, by trying to compile with it.
+def _accept(options: tuple[tuple[str, str], ...], device: Any) -> bool:
+    """Return whether the XLA of a device knows compiler options, by trying to compile with them.
 
     No document says which version does. The device may be only described. Next to nothing is
     compiled, and nothing runs.
@@ -234,7 +242,7 @@ def accepts_option(name: str, value: str, device: Any) -> bool:
     def compile_scalar() -> None:
         at = jax.sharding.SingleDeviceSharding(device)
         scalar = jax.ShapeDtypeStruct((), np.float32, sharding=at)
-        jax.jit(lambda x: x).lower(scalar).compile(compiler_options={name: value})
+        jax.jit(lambda x: x).lower(scalar).compile(compiler_options=dict(options))
 
     # In a thread of its own: under jax.set_mesh, which holds for a thread, nothing may be compiled
     # for one device of the mesh.

@@ -10,7 +10,10 @@ import threading
 from collections.abc import Iterator
 
 _STDERR = 2
-_one_at_a_time = threading.Lock()  # each restores the descriptor that it found
+_lock = threading.Lock()
+_users: dict[str, int] = {}  # at work, by the text that is dropped; one text at a time
+_filters = contextlib.ExitStack()
+_unused = threading.Condition(_lock)
 
 
 @contextlib.contextmanager
@@ -20,9 +23,22 @@ def lines_without(text: str) -> Iterator[None]:
     XLA writes to the file descriptor, with a copy of its logger in each plugin, so that no log
     level of JAX's reaches them all. A process of grep's reads what is written: if a compiler aborts
     this process, its last words still come through. Without grep, or stderr, nothing is dropped.
+    Threads that drop the same text share one; with another text they wait for each other.
     """
-    with _one_at_a_time, _filtered(text):
+    with _lock:
+        _unused.wait_for(lambda: not _users or text in _users)
+        if not _users:
+            _filters.enter_context(_filtered(text))
+        _users[text] = _users.get(text, 0) + 1
+    try:
         yield
+    finally:
+        with _lock:
+            _users[text] -= 1
+            if not _users[text]:
+                del _users[text]
+                _filters.close()
+                _unused.notify_all()
 
 
 @contextlib.contextmanager

@@ -33,5 +33,5 @@ COMPARED: tuple[Literal["O1", "gpu-recipes"], ...] = ("O1", "gpu-recipes")
 def accepted(name: str, device: Any) -> tuple[dict[str, str], tuple[str, ...]]:
     """Return a set's options that a device's XLA accepts, and the names of those it rejects."""
     options = PUBLISHED[name].options
-    known = {n: v for n, v in options.items() if jits.accepts_option(n, v, device)}
+    known = jits.accepted_options(options, device)
     return known, tuple(n for n in options if n not in known)

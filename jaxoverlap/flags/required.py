@@ -82,7 +82,8 @@ def why_one_stream(mesh: Mesh, cluster: Cluster, asked: str = "auto") -> str | N
     if forced == "one":
         return f"{STREAMS_VARIABLE}=one is set"
     device = mesh.devices.flat[0]
-    if not all(jits.accepts_option(s.name, s.value, device) for s in NVLINK_STREAM):
+    wanted = {s.name: s.value for s in NVLINK_STREAM}
+    if jits.accepted_options(wanted, device) != wanted:
         return "the installed XLA has no option for a second one"
     return ""
 
@@ -129,10 +130,7 @@ def options_for(
         # left to XLA: apart they hid no more there (data parallelism on four hosts) and took 1 to
         # 4% longer.
         wanted = (rings or parts) and many_processes_of_cpus(devices)
-        known = wanted and all(
-            jits.accepts_option(name, value, mine) for name, value in CPU_SUMS_APART.items()
-        )
-        return dict(CPU_SUMS_APART) if known else {}
+        return jits.accepted_options(CPU_SUMS_APART, mine) if wanted else {}
     together = len({device.process_index for device in devices}) < len(devices)
     settings = RINGS if rings else (*_APART, *_PERMUTES) if parts else _PERMUTES
     settings += (*SEEN, *(NVLINK_STREAM if nvlink_stream else ()))
@@ -143,6 +141,6 @@ def options_for(
         wanted[_SUMS_APART] = str(min(2 * least_sum - 1, _MOST_JOINED))
     if least_matmul is not None and least_matmul < _MOST_MERGED_MIB << 20:
         wanted[_MATMULS_APART] = str(max(least_matmul - 1, 0) >> 20)
-    known = {n: v for n, v in wanted.items() if jits.accepts_option(n, v, mine)}
+    known = jits.accepted_options(wanted, mine)
     known |= without_collectives()
     return {**known, **(pods.compiler_options() if pods.is_pod(mesh) else {})}

@@ -185,7 +185,7 @@ def compiler_options() -> dict[str, str]:
         PodsUnavailableError: XLA's GPU compiler is not installed, or not in jaxlib's version.
     """
     device = devices(parse_cluster(f"{chips()[0].name}:1x1"))[0]
-    return {n: v for n, v in _WANTED_OPTIONS.items() if jits.accepts_option(n, v, device)}
+    return jits.accepted_options(_WANTED_OPTIONS, device)
 
 
 _WANTED_OPTIONS = {

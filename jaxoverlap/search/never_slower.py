@@ -19,6 +19,7 @@ import msgspec
 from jaxoverlap._util.text import human_bytes
 from jaxoverlap.cost.model import CostModel
 from jaxoverlap.flags.published import COMPARED
+from jaxoverlap.flags.required import SEEN
 from jaxoverlap.plan.limits import CLEAR_GAIN, CLEARLY_EXPOSED
 from jaxoverlap.plan.plan import Plan
 from jaxoverlap.plan.speedup import CandidateName, Overlapped, Speedup, milliseconds
@@ -82,6 +83,11 @@ class NeverSlower:
         published = COMPARED if self.reorders and self._will_expose else ()
         names = ("overlapped", "plain", *reordered, "other rows", "other loops", *published)
         yield [self.candidates[name] for name in names if name in self.candidates]
+        plain = _of("plain", rows)
+        if plain.evaluation.refusal and plain.plan:
+            # Triton's kernel for a small all-reduce ends XLA for some steps (docs/upstream.md).
+            options = {setting.name: setting.value for setting in SEEN}
+            yield [Candidate.planned("plain", plain.plan.left_alone(None, options))]
 
     def _reordered(self, rows: Sequence[Candidate]) -> Iterator[list[Candidate]]:
         """Propose another order of the original step, where that is the fastest so far."""
@@ -192,7 +198,8 @@ class NeverSlower:
 
 
 def _of(name: CandidateName, rows: Sequence[Candidate]) -> Candidate:
-    return next(row for row in rows if row.stage == name)
+    """Return the last candidate of a name, and not one made from it."""
+    return next(row for row in reversed(rows) if row.stage == name and row.parent is None)
 
 
 def _name(row: Candidate) -> CandidateName:

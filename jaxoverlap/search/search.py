@@ -34,6 +34,7 @@ from jaxoverlap.search.candidate import Candidate
 
 Propose = Callable[[Evaluated], Iterable[Proposal]]
 Evaluate = Callable[["Stage", Candidate, Proposal], Candidate]
+_SIDE_BY_SIDE = 2  # candidates: each holds its partitioned program
 ANYWAY = -math.inf  # the gain of what is not the search's to decide
 
 
@@ -239,22 +240,56 @@ def _through(stage: Stage, trail: Trail, evaluate: Evaluate) -> None:
     """Propose for the candidates that are left, and keep what gains."""
     kept: dict[Candidate, list[Candidate]] = {}
     expanded = 0
-    for candidate in sorted(trail.left, key=lambda one: one.seconds):
-        if stage.expands is not None and expanded >= stage.expands:
-            break
-        best_s = min(
-            one.seconds for one in (*trail.left, *(c for some in kept.values() for c in some))
-        )
-        before = len(trail.rows)
-        kept[candidate] = _after(stage, candidate, trail, evaluate, best_s)
-        expanded += len(trail.rows) > before
+    order = sorted(trail.left, key=lambda one: one.seconds)
+    with ThreadPoolExecutor(_SIDE_BY_SIDE, initializer=inheriting(lambda: None)) as pool:
+        begun = _begun(stage, order, evaluate, pool)
+        for candidate in order:
+            if stage.expands is not None and expanded >= stage.expands:
+                break
+            best_s = min(
+                one.seconds for one in (*trail.left, *(c for some in kept.values() for c in some))
+            )
+            before = len(trail.rows)
+            made, proposals = begun.get(candidate) or ((), iter(stage.propose(candidate.known)))
+            kept[candidate] = _after(stage, candidate, trail, evaluate, best_s, made, proposals)
+            expanded += len(trail.rows) > before
     trail.left = [one for candidate in trail.left for one in kept.get(candidate, [candidate])]
     if stage.narrows:
         trail.left = list(_best_of_each_kind(trail.left))
 
 
+def _begun(
+    stage: Stage, order: Sequence[Candidate], evaluate: Evaluate, pool: ThreadPoolExecutor
+) -> dict[Candidate, tuple[Iterator[Candidate], Iterator[Proposal]]]:
+    """Begin with the proposals that are evaluated in any case, a few at a time.
+
+    XLA partitions a step and leaves the interpreter free meanwhile, for the edits and the estimate
+    of another.
+
+    Returns:
+        For each candidate those that are evaluated, and the proposals that are left.
+    """
+    begun: dict[Candidate, tuple[Iterator[Candidate], Iterator[Proposal]]] = {}
+    if stage.takes != "best" or stage.expands is not None:
+        return begun
+    counts = [stage.budget.left if stage.budget else None, stage.first]
+    limits = [max(0, count) for count in counts if count is not None]
+    for candidate in order if stage.budget is None else order[:1]:
+        proposals = iter(stage.propose(candidate.known))
+        sure = itertools.islice(proposals, min(limits)) if limits else proposals
+        made = pool.map(functools.partial(evaluate, stage, candidate), sure)
+        begun[candidate] = made, proposals
+    return begun
+
+
 def _after(
-    stage: Stage, candidate: Candidate, trail: Trail, evaluate: Evaluate, best_s: float
+    stage: Stage,
+    candidate: Candidate,
+    trail: Trail,
+    evaluate: Evaluate,
+    best_s: float,
+    begun: Iterable[Candidate],
+    proposals: Iterator[Proposal],
 ) -> list[Candidate]:
     """Return what stays of a candidate and of what a stage proposes for it."""
     made: dict[tuple[Edit, ...], Candidate] = {}
@@ -269,8 +304,7 @@ def _after(
             stage.budget.left -= 1
         return True
 
-    proposals = iter(stage.propose(candidate.known))
-    for one in _side_by_side(stage, candidate, evaluate, proposals):
+    for one in begun:
         is_new(one)
     while (proposal := next(proposals, None)) is not None:
         if _is_enough(stage, [candidate, *made.values()], best_s):
@@ -283,22 +317,6 @@ def _after(
     if stage.takes != "best":
         return [now]
     return _best(stage, candidate, list(made.values()))
-
-
-def _side_by_side(
-    stage: Stage, candidate: Candidate, evaluate: Evaluate, proposals: Iterator[Proposal]
-) -> Iterator[Candidate]:
-    """Evaluate the proposals that are evaluated in any case, two at a time.
-
-    XLA partitions one step at a time and leaves the interpreter free meanwhile, for the edits and
-    the estimate of another.
-    """
-    if stage.takes == "best":
-        left = stage.budget.left if stage.budget is not None else None
-        counts = [count for count in (stage.first, left) if count is not None]
-        sure = itertools.islice(proposals, max(0, min(counts))) if counts else proposals
-        with ThreadPoolExecutor(2, initializer=inheriting(lambda: None)) as pool:
-            yield from pool.map(functools.partial(evaluate, stage, candidate), sure)
 
 
 def _is_enough(stage: Stage, known: Sequence[Candidate], best_s: float) -> bool:

@@ -318,18 +318,19 @@ def test_a_result_of_another_type_is_refused():
 
 def test_xla_says_which_options_it_knows():
     device = jax.devices()[0]
-    assert jits.accepts_option("xla_embed_ir_in_executable", "True", device)
-    assert not jits.accepts_option("xla_gpu_option_that_never_was", "True", device), (
+    known, unknown = {"xla_embed_ir_in_executable": "True"}, {"xla_gpu_that_never_was": "True"}
+    assert jits.accepted_options(known, device) == known
+    assert jits.accepted_options({**known, **unknown}, device) == known, (
         "XLA words its refusal in another way"
     )
     with pytest.raises(jax.errors.JaxRuntimeError):
-        jits.accepts_option("xla_embed_ir_in_executable", "neither", device)
+        jits.accepted_options({"xla_embed_ir_in_executable": "neither"}, device)
 
 
 def test_options_are_tried_where_a_mesh_is_set():
     device = jax.devices()[0]
     with jax.set_mesh(MESH):
-        assert jits.accepts_option.__wrapped__("xla_embed_ir_in_executable", "True", device)
+        assert jits._accept.__wrapped__((("xla_embed_ir_in_executable", "True"),), device)
 
 
 # -- types and processes --------------------------------------------------------------------------

@@ -238,7 +238,7 @@ def test_options_are_the_compilers_own():
     options.clear()
     assert compiler_options(), "the caller's copy is the caller's"
     device = pod_mesh("h100-sxm:1x2", {"x": 2}).devices.flat[0]
-    assert not jits.accepts_option("xla_gpu_option_that_never_was", "True", device)
+    assert not jits.accepted_options({"xla_gpu_option_that_never_was": "True"}, device)
 
 
 @needs_plugin

@@ -21,7 +21,7 @@ import jaxoverlap
 from jaxoverlap.cost.find import cost_model
 from jaxoverlap.cost.groups import Group
 from jaxoverlap.flags.published import COMPARED
-from jaxoverlap.flags.required import MOST_GATHERED
+from jaxoverlap.flags.required import MOST_GATHERED, SEEN
 from jaxoverlap.plan.edits import ShareViews
 from jaxoverlap.plan.evaluation import Evaluation, Times
 from jaxoverlap.plan.halves import Halves
@@ -182,6 +182,25 @@ def test_the_scheduler_pass_alone_is_taken_where_it_beats_a_step_that_beats_plai
     assert str(speedup) == (
         "plain 47.7 ms -> scheduler pass alone 41.5 ms, 1.15 x (overlapped 47.4 ms)"
     )
+
+
+def test_an_original_step_that_ends_xla_is_compiled_without_its_own_kernels():
+    """Triton's kernel for a small all-reduce ends XLA for some steps."""
+    options: list[Mapping[str, str]] = []
+
+    def compiled(batch: Any) -> list[Candidate]:
+        done = []
+        for one in batch:
+            plain = one.stage == "plain"
+            options.extend([one.plan.xla_options] if plain else [])
+            answer = NO if plain and not one.plan.xla_options else made(2 if plain else 1)
+            done.append(replace(one, evaluation=answer))
+        return done
+
+    compare = comparison({}, reorders=False)
+    speedup = compare.speedup(search_compiled(compare.stages, compiled))
+    assert (speedup.taken, speedup.plain_s, speedup.step_s) == ("overlapped", 2, 1)
+    assert options == [{}, {setting.name: setting.value for setting in SEEN}]
 
 
 JOINED = ({"gathers": "2"}, {"gathers": "4"})
