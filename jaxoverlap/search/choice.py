@@ -26,7 +26,7 @@ from jaxoverlap.flags.required import NVLINK_STREAM, SEEN
 from jaxoverlap.plan.plan import Plan
 from jaxoverlap.plan.speedup import CandidateName, Speedup
 from jaxoverlap.search.candidate import Candidate
-from jaxoverlap.search.compiled import Compiler, writable
+from jaxoverlap.search.compiled import MOST_WORKERS, Compiler, writable
 from jaxoverlap.search.found import found
 from jaxoverlap.search.never_slower import NeverSlower
 from jaxoverlap.search.search import search_compiled
@@ -101,7 +101,9 @@ class CompiledChoice:
         new = self.program_of(candidate)
         return lowered_as(self.call, new), new
 
-    def compiler(self, options: Mapping[str, Any] | None = None) -> Compiler:
+    def compiler(
+        self, workers: int = MOST_WORKERS, options: Mapping[str, Any] | None = None
+    ) -> Compiler:
         """Return what compiles candidates in children, all with further options of the user."""
 
         def lower(candidate: Candidate) -> tuple[Request, Plan | None]:
@@ -110,7 +112,7 @@ class CompiledChoice:
             request = request_of(stage, new, mesh_of(self.call), self.program.cost, options)
             return request, new.plan
 
-        return Compiler(lower, writable(_kept()), _TIMEOUT_S)
+        return Compiler(lower, writable(_kept()), _TIMEOUT_S, workers=workers)
 
 
 def found_to_compile(step: StepContext, options: Options) -> PassResult:
@@ -145,7 +147,8 @@ def faster(choice: CompiledChoice, lowered: Lowered, options: dict[str, Any] | N
         lowered: the overlapped step.
         options: further compiler options of the user, for all candidates.
     """
-    compare, compiler = choice.candidates(), choice.compiler(options)
+    # A core is this process's; a child that is ready compiles two while another one starts.
+    compare, compiler = choice.candidates(), choice.compiler(max(1, MOST_WORKERS - 1), options)
     made: dict[str, Compiled] = {}
 
     def stage_of(candidate: Candidate) -> Lowered:

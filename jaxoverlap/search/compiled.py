@@ -21,13 +21,14 @@ from jaxoverlap.plan.plan import Plan
 from jaxoverlap.search.candidate import Candidate
 from jaxoverlap.step.trial import Request, attempt, refused, schedule_of
 
-_MOST_WORKERS = 8  # a compile takes gigabytes of memory
 
-
-def cores() -> int:
+def _cores() -> int:
     """Count the cores that this process may use."""
     affinity = getattr(os, "sched_getaffinity", None)
     return len(affinity(0)) if affinity else os.cpu_count() or 1
+
+
+MOST_WORKERS = min(8, _cores())  # a compile takes gigabytes of memory
 
 
 @dataclass(frozen=True)
@@ -45,7 +46,7 @@ class Compiler:
     lower: Callable[[Candidate], tuple[Request, Plan | None]]
     kept: Path
     timeout_s: float
-    workers: int = field(default_factory=lambda: min(_MOST_WORKERS, cores()))
+    workers: int = MOST_WORKERS
     kernels: KnownKernels = field(default_factory=KnownKernels)
 
     def evaluated(
