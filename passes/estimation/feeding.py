@@ -14,6 +14,7 @@ from __future__ import annotations
 import math
 from bisect import bisect_left, insort
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -24,23 +25,21 @@ class NearestCollective:
     A task of an unrolled step leads to hundreds of starts, so what is known of starts is in arrays.
     """
 
-    def __init__(self, feeds: Sequence[tuple[int, ...]], seconds: Sequence[float]):
+    def __init__(self, feeds: Feeds, seconds: Sequence[float]):
         """Begin before anything has run.
 
         Args:
             feeds: the starts that each task leads to, with no other start in between.
             seconds: the time that each computes.
         """
-        starts = sorted({start for fed in feeds for start in fed})
-        position = {start: n for n, start in enumerate(starts)}
         self._seconds = seconds
-        self._feeds = [np.array([position[start] for start in fed], int) for fed in feeds]
-        self._fed = [frozenset(fed.tolist()) for fed in self._feeds]
-        self._remaining_s = np.zeros(len(starts))  # of all tasks left that lead to each start
-        self._ready_feeders = np.zeros(len(starts), int)  # ready tasks that lead to each start
+        self._feeds, self._masks = feeds.positions, feeds.masks
+        self._remaining_s = np.zeros(feeds.count)  # of all tasks left that lead to each start
+        self._ready_feeders = np.zeros(feeds.count, int)  # ready tasks that lead to each start
         self._ready: list[int] = []  # tasks
         for fed, own_s in zip(self._feeds, seconds, strict=True):
-            self._remaining_s[fed] += own_s
+            if own_s and fed.size:
+                self._remaining_s[fed] += own_s
 
     def arrive(self, index: int) -> None:
         """Take note that a task could run."""
@@ -51,7 +50,10 @@ class NearestCollective:
     def run(self, index: int) -> None:
         """Take note that a task has run."""
         fed = self._feeds[index]
-        self._remaining_s[fed] -= self._seconds[index]
+        if not fed.size:
+            return
+        if own_s := self._seconds[index]:
+            self._remaining_s[fed] -= own_s
         at = bisect_left(self._ready, index)
         if at < len(self._ready) and self._ready[at] == index:
             del self._ready[at]
@@ -71,7 +73,7 @@ class NearestCollective:
         ready_s = np.where(self._ready_feeders > 0, self._remaining_s, np.inf)
         nearest = int(ready_s.argmin())
         for index in self._ready:
-            if nearest in self._fed[index] and fits(index):
+            if self._masks[index] >> nearest & 1 and fits(index):
                 return index
         fitting = [index for index in self._ready if fits(index)]
         return min(fitting, key=self._nearest, default=None)
@@ -87,14 +89,29 @@ class NearestCollective:
         return float(self._remaining_s[self._feeds[index]].min(initial=math.inf))
 
 
+@dataclass(frozen=True)
+class Feeds:
+    """The starts that each task leads to, with no other start in between.
+
+    Attributes:
+        count: the number of starts.
+        masks: for each task a bit for each start, in XLA's order.
+        positions: the same as numbers of the starts.
+    """
+
+    count: int
+    masks: Sequence[int]
+    positions: Sequence[np.ndarray]
+
+
 def starts_fed(
     is_start: Sequence[bool], wanted: Sequence[bool], users: Sequence[Sequence[int]]
-) -> list[tuple[int, ...]]:
-    """List for each of some tasks the starts that it leads to, with no other start in between.
+) -> Feeds:
+    """Find for each of some tasks the starts that it leads to.
 
     Args:
         is_start: whether each task is a start.
-        wanted: whether the list is wanted for each task; the others get an empty one.
+        wanted: whether the starts are wanted for each task; the others get none.
         users: the tasks that need each task; all come after it, so one walk backwards is enough.
     """
     starts = [index for index, starts_here in enumerate(is_start) if starts_here]
@@ -103,13 +120,16 @@ def starts_fed(
     for index in reversed(range(len(is_start))):
         for user in users[index]:
             masks[index] |= bit[user] if is_start[user] else masks[user]
-    return [
-        tuple(starts[position] for position in _bits(mask)) if listed else ()
-        for mask, listed in zip(masks, wanted, strict=True)
-    ]
+    masks = [mask if listed else 0 for mask, listed in zip(masks, wanted, strict=True)]
+    return Feeds(len(starts), masks, [_positions(mask) for mask in masks])
 
 
-def _bits(mask: int) -> list[int]:
+_NONE = np.zeros(0, int)
+
+
+def _positions(mask: int) -> np.ndarray:
     """Return the positions of the bits that are set."""
+    if not mask:
+        return _NONE
     octets = np.frombuffer(mask.to_bytes(mask.bit_length() // 8 + 1, "little"), np.uint8)
-    return np.flatnonzero(np.unpackbits(octets, bitorder="little")).tolist()
+    return np.flatnonzero(np.unpackbits(octets, bitorder="little"))

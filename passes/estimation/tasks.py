@@ -6,7 +6,7 @@ import functools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from jaxoverlap.passes.estimation.feeding import starts_fed
+from jaxoverlap.passes.estimation.feeding import Feeds, starts_fed
 
 
 @dataclass(frozen=True)
@@ -122,7 +122,7 @@ class Problem:
         return _paths(self.tasks, self.users)
 
     @functools.cached_property
-    def feeds(self) -> list[tuple[int, ...]]:
+    def feeds(self) -> Feeds:
         """The starts that each kernel and each done leads to, with no other in between."""
         flies = [task.flight is not None for task in self.tasks]
         leads = [task.seconds > 0 or task.awaits is not None for task in self.tasks]

@@ -43,6 +43,7 @@ from jaxoverlap.plan.edits import (
     ScatterLookup,
     SplitBatch,
 )
+from jaxoverlap.plan.speedup import milliseconds
 
 _MIXED_UP = "XLA:CPU mixes up the rings of parts in loops within loops (docs/upstream.md)"
 
@@ -63,7 +64,7 @@ def propose_rings(step: Evaluated) -> Iterator[Proposal]:
     yield _proposal(first, terms)
     yield from propose_ahead(step)
     yield _proposal(decided(step, terms), terms)
-    yield _proposal(every, terms)
+    yield _proposal(every, terms, why_not=_too_slow(step, every))
     for rejected in _axis_by_axis(first):
         yield _proposal(decided(step, _without(priced, rejected)), terms)
     if priced.explicit:
@@ -128,9 +129,37 @@ def decided(
     return Decided(entries, automatic, tuple(edits))
 
 
-def _proposal(found: Decided, terms: Terms, *, layers_ahead: bool = False) -> Proposal:
+def _too_slow(step: Evaluated, found: Decided) -> str:
+    """Say why rings cannot make a step faster, before it is partitioned; empty if they may.
+
+    Chunks run one after the other, and so do hops on one link; of rings that send both ways half of
+    the hops' time counts. Rings over many devices have thousands of hops, which take XLA minutes.
+    """
+    prices = step.terms.prices
+    assert prices is not None and step.estimate is not None
+    least: dict[str, float] = {"chunks": 0.0, "hops": 0.0, "hops between hosts": 0.0}
+    for ring in (ring for body in found.rings_by_body.values() for ring in body.rings):
+        if not prices.knows(ring) or ring.variant.style in ("plain", "sliced"):
+            continue
+        runs, apart = ring.members[0].dot.runs, prices.groups[ring.axis].domains > 1
+        hops_s = prices.hops_s(ring, ring.variant) * runs
+        one_way = ring.variant.style == "one_way"
+        least["hops between hosts" if apart else "hops"] += hops_s if one_way else hops_s / 2
+        least["chunks"] += prices.cut_s(ring, ring.variant) * runs
+    most = max(least, key=lambda what: least[what])
+    if least[most] <= step.estimate.step_s:
+        return ""
+    alone, without = milliseconds(least[most]), milliseconds(step.estimate.step_s)
+    return f"its {most} alone take {alone}, the step without them {without}"
+
+
+def _proposal(
+    found: Decided, terms: Terms, *, layers_ahead: bool = False, why_not: str = ""
+) -> Proposal:
     """Propose decisions; what is gathered before rings and matmuls of scans is gathered ahead."""
     edits, notes = found.edits, {MakeRing: found}
+    if why_not:
+        return Proposal(notes=notes, why_not=why_not)
     if terms.prefetch and any(matmul.moves for edit in edits for matmul in _matmuls(edit)):
         edits = (*edits, GatherAhead(whole_layers=layers_ahead))
     return Proposal(edits, notes=notes)

@@ -206,7 +206,8 @@ def test_one_of_two_parts_runs_ahead_to_its_next_collective():
 
 def test_a_task_feeds_the_starts_that_it_leads_to_first():
     problem = of(compute(1), compute(2, 0), start(1, 1), done(2), compute(3, 3), start(1, 4, 0))
-    assert problem.feeds == [(2, 5), (2,), (), (5,), (5,), ()]
+    assert [fed.tolist() for fed in problem.feeds.positions] == [[0, 1], [0], [], [1], [1], []]
+    assert problem.feeds.masks == [0b11, 0b1, 0, 0b10, 0b10, 0]
 
 
 def test_it_waits_a_little_for_a_collective_that_sets_off_the_next_one_sooner():
