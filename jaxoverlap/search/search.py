@@ -228,7 +228,7 @@ def search_compiled(
     """
     rows = list[Candidate]()
     for propose in stages:
-        for batch in propose(rows):
+        for batch in filter(None, propose(rows)):
             made = compiled(batch)
             rows += made
             if len(made) < len(batch):

@@ -241,7 +241,7 @@ def _runs(process: int) -> bool:
 
 @needs_plugin
 @pytest.mark.pods
-@pytest.mark.parametrize("child", ["", "jaxoverlap.step.trial"])
+@pytest.mark.parametrize("child", ["", "jaxoverlap._util.workers"])
 def test_ctrl_c_ends_a_tuning_and_its_children(child: str, tmp_path: Path):
     """Whatever child is running: one that filters stderr, or one that compiles a candidate."""
     arguments = ("tune", "tests.support.build_step", *POD, "--cache", str(tmp_path / "cache"))
