@@ -292,13 +292,14 @@ def _after(
     proposals: Iterator[Proposal],
 ) -> list[Candidate]:
     """Return what stays of a candidate and of what a stage proposes for it."""
-    made: dict[tuple[Edit, ...], Candidate] = {}
+    made: dict[tuple[tuple[Edit, ...], str], Candidate] = {}
     now = candidate
 
     def is_new(one: Candidate) -> bool:
-        if one.edits in made:
+        key = one.edits, one.proposal.why_not
+        if key in made:
             return False
-        made[one.edits] = one
+        made[key] = one
         trail.rows.append(one)
         if stage.budget is not None:
             stage.budget.left -= 1
