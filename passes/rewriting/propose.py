@@ -132,25 +132,23 @@ def decided(
 def _too_slow(step: Evaluated, found: Decided) -> str:
     """Say why rings cannot make a step faster, before it is partitioned; empty if they may.
 
-    Chunks run one after the other, and so do hops on one link; of rings that send both ways half of
-    the hops' time counts. Rings over many devices have thousands of hops, which take XLA minutes.
+    Hops run one after the other on their link; of rings that send both ways half of the time
+    counts. Rings over many devices have thousands of hops, which take XLA minutes to partition.
     """
     prices = step.terms.prices
     assert prices is not None and step.estimate is not None
-    least: dict[str, float] = {"chunks": 0.0, "hops": 0.0, "hops between hosts": 0.0}
+    hops_s = {"hops": 0.0, "hops between hosts": 0.0}
     for ring in (ring for body in found.rings_by_body.values() for ring in body.rings):
-        if not prices.knows(ring) or ring.variant.style in ("plain", "sliced"):
-            continue
-        runs, apart = ring.members[0].dot.runs, prices.groups[ring.axis].domains > 1
-        hops_s = prices.hops_s(ring, ring.variant) * runs
-        one_way = ring.variant.style == "one_way"
-        least["hops between hosts" if apart else "hops"] += hops_s if one_way else hops_s / 2
-        least["chunks"] += prices.cut_s(ring, ring.variant) * runs
-    most = max(least, key=lambda what: least[what])
-    if least[most] <= step.estimate.step_s:
+        if ring.variant.style not in ("plain", "sliced"):
+            link = "hops between hosts" if prices.groups[ring.axis].domains > 1 else "hops"
+            one_way = ring.variant.style == "one_way"
+            runs = ring.members[0].dot.runs * (1.0 if one_way else 0.5)
+            hops_s[link] += prices.hops_s(ring, ring.variant) * runs
+    link = max(hops_s, key=lambda link: hops_s[link])
+    if hops_s[link] <= step.estimate.step_s:
         return ""
-    alone, without = milliseconds(least[most]), milliseconds(step.estimate.step_s)
-    return f"its {most} alone take {alone}, the step without them {without}"
+    alone, without = milliseconds(hops_s[link]), milliseconds(step.estimate.step_s)
+    return f"its {link} alone take {alone}, the step without them {without}"
 
 
 def _proposal(
