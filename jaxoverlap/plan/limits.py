@@ -57,7 +57,7 @@ CLEARLY_EXPOSED = 0.15
 # GB200s (benchmarks.explicit), and 2% over 64 H100s; 2 was best on the first, 4 on the second.
 LEAST_JOINED, JOINED_FOR_LATENCIES = 8, (2, 4)
 # A tuner's move on which the best estimate gains more than this is not compiled; nor is a whole
-# plan, whose estimates err more beside each other.
+# plan, whose estimates err more against each other.
 SLOWER_MOVE, SLOWER_PLAN = 0.01, 0.05
 # A tuner leaves alone what waits for less than this share of the step.
 WORTH_MOVING = 0.002

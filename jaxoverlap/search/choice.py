@@ -88,10 +88,11 @@ class CompiledChoice:
 
     def program_of(self, candidate: Candidate) -> StepProgram:
         """Return the program of a candidate."""
-        if candidate.parent is None and candidate.stage == "overlapped":
+        own = candidate.stage if candidate.parent is None else ""
+        if own == "overlapped":
             return self.program
         for name, (plan, edited) in self.program.close.items():
-            if candidate.parent is None and candidate.stage == name:
+            if own == name:
                 done = PassResult(plan, prepare(self.call, self.options), edited)
                 return arrived(self.call, done, self.options)
         return step_program(self.call, replace(self.options, plan=candidate.plan), found)
@@ -123,10 +124,11 @@ def found_to_compile(step: StepContext, options: Options) -> PassResult:
     """
     compares = options.never_slower and options.plan is None and is_gpu(step.mesh)
     if compares and step.cost is not None and not processes_of(step.mesh):
-        plain = as_it_is(step.call, mesh_of(step.call))
+        mesh = mesh_of(step.call)
+        plain = as_it_is(step.call, mesh)
         stage = lowered_as(step.call, plain)
         with contextlib.suppress(ValueError):  # no child can compile it, as the comparison will say
-            request = request_of(stage, plain, mesh_of(step.call), step.cost)
+            request = request_of(stage, plain, mesh, step.cost)
             arguments = (request, writable(_kept()), _TIMEOUT_S)
             threading.Thread(target=attempt, args=arguments, daemon=True).start()
     return found(step, options)

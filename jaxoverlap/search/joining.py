@@ -19,7 +19,7 @@ from jaxoverlap.simulation.simulation import simulate
 from jaxoverlap.simulation.timeline import Spent
 
 SCATTERS = "xla_gpu_reduce_scatter_combine_threshold_bytes"
-_XLAS_OWN = 30 << 20  # bytes up to which XLA joins unasked
+_XLAS_OWN = 30 << 20  # bytes up to which XLA joins by default
 _SMALL, _LARGE = 1 << 20, 1 << 30  # bytes, between which a gather's seconds are a straight line
 
 

@@ -15,6 +15,7 @@ budget ends has tried a prefix of the candidates.
 
 from __future__ import annotations
 
+import itertools
 import math
 import time
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
@@ -61,6 +62,7 @@ class TuningSearch:
         tried: all results, in order.
         estimated: the candidates that were estimated, by their edits; without seconds where one
             cannot be rewritten or estimated.
+        complete: whether the search ended by itself.
     """
 
     decide: Decide
@@ -73,6 +75,7 @@ class TuningSearch:
     show: Callable[[Candidate], None] = lambda tried: None
     tried: Sequence[Candidate] = ()
     estimated: dict[Hashable, Candidate] = field(default_factory=dict)
+    complete: bool = False
     _granularity: GranularityModel = field(default_factory=GranularityModel)
     _ahead: Iterator[Candidate] = field(default_factory=lambda: iter(()))
 
@@ -84,13 +87,9 @@ class TuningSearch:
         """
         stages = (self._first, self._whole_plans, self._with_settings, self._moves)
         self.tried = search_compiled(stages, self._compiled)
-        return self.best(self.tried)
-
-    @property
-    def complete(self) -> bool:
-        """Whether the search ended by itself."""
         interrupted = any(one.evaluation.again for one in self.tried)
-        return not interrupted and self._in_time
+        self.complete = not interrupted and self._in_time
+        return self.best(self.tried)
 
     @property
     def _in_time(self) -> bool:
@@ -134,7 +133,7 @@ class TuningSearch:
             self._granularity = self.model(rules)
         split = rows(self.base, rules.plan, self.decide)
         plans = seeds(self.base, rules.plan, self.decide, known, self._granularity)
-        worth = self._worth_compiling(rules, (*plans, *split))
+        worth = self._worth_compiling(rules, itertools.chain(plans, split))
         if known is not None:
             self._look_at(moves(rules.plan, known, (), self._granularity))
         yield worth
@@ -170,7 +169,7 @@ class TuningSearch:
     # -- estimates --------------------------------------------------------------------------------
 
     def _worth_compiling(
-        self, rules: Candidate, candidates: Iterable[Candidate]
+        self, rules: Candidate, candidates: Iterator[Candidate]
     ) -> list[Candidate]:
         """Return the candidates that may be the fastest by estimate, the fastest first.
 
@@ -178,14 +177,12 @@ class TuningSearch:
 
         Args:
             rules: the rules' plan, whose estimate counts as well.
-            candidates: the candidates, all of which are estimated if there is time.
+            candidates: the candidates, all of which are decided and estimated if there is time.
         """
         known, unknown = [self._estimated(rules)], list[Candidate]()
-        for candidate in candidates:
+        while self._in_time and (candidate := next(candidates, None)) is not None:
             one = self._estimated(candidate)
             (known if one.seconds < math.inf else unknown).append(one)
-            if not self._in_time:
-                break
         return [*(one for one in near(known, SLOWER_PLAN) if one is not known[0]), *unknown]
 
     def _promising(

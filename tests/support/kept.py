@@ -110,7 +110,7 @@ def _sharding(serialized: bytes) -> Any:
 
 @dataclass(frozen=True)
 class Asked:
-    """What a scheduler pass was given and what it answered."""
+    """A schedule that a scheduler pass was given, and its answer."""
 
     text: str
     orders: Mapping[str, Sequence[str]]

@@ -299,7 +299,7 @@ def lazy_names(text: str) -> dict[str, str]:
     block = text.partition("if TYPE_CHECKING:\n")[2].partition("\n\n")[0]
     found = dict[str, str]()
     for module, names in re.findall(r"from (\S+) import (\([^)]*\)|[^(\n]+)", block):
-        for name in re.findall(r"\w+", names):
+        for name in re.findall(r"(\w+)(?: as \w+)?", names):
             found[name] = f"{module}.{name}" if module == "jaxoverlap" else module
     return found
 

@@ -1,4 +1,4 @@
-"""Which tests a change runs: by reach, by shard, and by windows of seeds."""
+"""A change runs the tests of its reach, its shard, and its windows of seeds."""
 
 from __future__ import annotations
 
@@ -161,7 +161,7 @@ def commit(folder: Path, file: str) -> None:
 
 
 def test_changes_are_found(tmp_path: Path):
-    """Those of a branch, of no commit yet, outside git's index, or of the last commit."""
+    """The files are those of a branch, not committed, outside git's index, or of HEAD."""
     first, clone = tmp_path / "first", tmp_path / "clone"
     first.mkdir()
     git(first, "init", "-b", "main")

@@ -235,9 +235,17 @@ def test_nothing_compiles(tmp_path):
 
 def test_out_of_time_the_first_two_are_still_tried(tmp_path):
     step = Step({1: WAYS | {"two_way": 1.0}})
-    searcher = search(step, tmp_path, deadline=time.monotonic())
+    decided, decide = list[str](), step.decide
+    step.decide = lambda name, options: decided.append(name) or decide(name, options)
+
+    def lower(one: Candidate) -> Any:
+        result, followed = step.lower(one)
+        return result, followed and replaced(followed, halves=HALVES, prefetched=1)
+
+    searcher = search(step, tmp_path, lower=lower, deadline=time.monotonic())
     assert searcher.run().stage == RULES
     assert names(searcher) == [PLAIN, RULES] and not searcher.complete
+    assert decided == [RULES], "no other options are decided by"
 
 
 def test_what_was_stopped_leaves_the_search_incomplete(tmp_path):

@@ -98,7 +98,7 @@ class Worker(NamedTuple):
 
 
 class OneSetting:
-    """What compressors share whose setting is one field, and that keep no state.
+    """A base of compressors whose setting is one field, and that keep no state.
 
     Attributes:
         field: that field's name.
