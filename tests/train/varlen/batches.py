@@ -56,7 +56,7 @@ def random_plan(planner: varlen.Planner, rng: np.random.Generator) -> varlen.Bat
 def _plan_of(planner, costs, bounds, rows) -> varlen.BatchPlan | None:
     lengths = np.array([length for length, _, _ in rows])
     price = packing_prices(lengths, planner.nodes, costs)
-    packing = Packing(lengths, planner.nodes, costs, price, bounds.slots, bounds=bounds)
+    packing = Packing(lengths, planner.nodes, costs, price, bounds=bounds)
     for index, (_, at, ring) in enumerate(rows):
         packing.put(index, at, ring)
     try:

@@ -140,11 +140,11 @@ def test_a_batch_of_local_documents_makes_no_hop_and_no_exchange():
     planner, ours, _, dtype = programs(2, 4, "float32", (16, 8), bounds)
     lengths, costs = np.array([9, 30, 4]), dataclasses.replace(COSTS, exchanged=(8,))
     price = packing_prices(lengths, planner.nodes, costs)
-    packing = Packing(lengths, planner.nodes, costs, price, bounds.slots, bounds=bounds)
+    packing = Packing(lengths, planner.nodes, costs, price, bounds=bounds)
     packing.put(np.arange(3), 0, np.array([0, 3, 7]))
     assert not packing.shares()[3].any()
     for at, size in ((1, 2), (2, 4), (3, 8)):  # the price has no hop either
-        assert not packing.attention_seconds(at).any(), size
+        assert not packing.ring_seconds(at).any(), size
     plan = planner.plan_of(packing)
     given_values = values(plan, np.random.default_rng(0), dtype, heads=(16, 8))
     wanted = dense(plan.lengths, *given_values)
