@@ -106,7 +106,7 @@ def measured(name: str, setting: str) -> dict[str, Any]:
 
 def _done(plan: jaxoverlap.Plan) -> dict[str, Any]:
     rings = sum(d.site == d.ring for d in plan.decisions)
-    return {**of_cut(plan), "pins": len(plan.layouts.pins) if plan.layouts else 0, "rings": rings}
+    return {**of_cut(plan), "pins": len(plan.pins), "rings": rings}
 
 
 @app.command()

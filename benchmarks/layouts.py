@@ -29,7 +29,7 @@ from benchmarks.frame import Only, Row, Written, chosen, conclude, provenance, s
 from benchmarks.pods.child import seconds
 from benchmarks.pods.suite import STEPS, Step
 from jaxoverlap.hardware.pods import compiler_options
-from jaxoverlap.plan.layouts import Layouts
+from jaxoverlap.search.stages import LAYOUT_STAGES
 
 NONE, STREAM, FUSED, ALL = "none", "stream alone", "dot_product_attention", "all"
 PLAIN, LAID_OUT, CONSTRAINED = "plain", "laid out", "constrained"
@@ -56,7 +56,7 @@ def measured(name: str, constraints: str, row: str) -> Row:
     with _constraints(constraints):
         built, args = _built(step, constraints, mesh)
         built.trace(*args)  # jit remembers the trace, and with it what is constrained
-    options, decide_s, layouts = compiler_options(), 0.0, None
+    options, decide_s, plan = compiler_options(), 0.0, None
     function: Any = built
     if row != PLAIN:
         mode = "repair" if constraints != NONE else "complete"
@@ -67,7 +67,7 @@ def measured(name: str, constraints: str, row: str) -> Row:
             layouts=mode if row == LAID_OUT else None,
         )
         began = time.perf_counter()
-        layouts = function.explain(*args).layouts
+        plan = function.explain(*args)
         decide_s, options = time.perf_counter() - began, None
     compiled = function.lower(*args).compile(options)
     memory = compiled.memory_analysis()
@@ -77,16 +77,17 @@ def measured(name: str, constraints: str, row: str) -> Row:
         **seconds(jaxoverlap.simulate(compiled, step.pod), lines=False),
         "temp_bytes": memory.temp_size_in_bytes,
         "decide_s": round(decide_s, 1),
-        **(_searched(layouts) if layouts else {}),
+        **(_searched(plan) if plan else {}),
     }
 
 
-def _searched(layouts: Layouts) -> Row:
+def _searched(plan: jaxoverlap.Plan) -> Row:
+    assert plan.price is not None
     return {
-        "pins": len(layouts.pins),
-        "questions": layouts.questions,
-        "plain_price_s": layouts.plain_s,
-        "price_s": layouts.step_s,
+        "pins": len(plan.pins),
+        "questions": sum(one.stage in LAYOUT_STAGES for one in plan.trail),
+        "plain_price_s": plan.price.plain_s,
+        "price_s": plan.price.plain_s - plan.price.saved_s.get("layouts", 0.0),
     }
 
 

@@ -81,7 +81,7 @@ def dump(coverage: jaxoverlap.Coverage) -> dict[str, int]:
 
 def of_cut(plan: jaxoverlap.Plan) -> dict[str, int]:
     """Return a step's batch split, as a row has it; nothing if there is none."""
-    return {"parts": plan.cut.parts, "unroll": plan.cut.unroll} if plan.cut else {}
+    return {"parts": plan.split.parts, "unroll": plan.split.unroll} if plan.split else {}
 
 
 COVERAGE_COLUMNS = (

@@ -23,6 +23,7 @@ from benchmarks import frame
 from benchmarks.children import in_child
 from benchmarks.frame import Row, Written, chosen, commit, conclude, sheet, write_rows
 from benchmarks.pod_step import COVERAGE_COLUMNS, compile_step, coverage_cells
+from jaxoverlap.search.stages import SPLIT
 
 TRAINERS = ("gpt", "moe", "vit", "long_context")  # modules of models/
 PODS = {"h100-sxm:1x8": (1, 8), "h100-sxm:8x8": (8, 8)}  # sizes of a trainer's two axes
@@ -92,12 +93,13 @@ def compare(model: Any, dtype: str, steps: int, halves: int | None) -> Row:
         trained = train(model.RECIPE, config)
         losses.append([row["loss"] for row in trained.rows])
     args = model.RECIPE.abstract_args(config, model.RECIPE.make_mesh(config))
-    record = trained.step.explain(*args).halves
+    plan = trained.step.explain(*args)
+    why_not = (one.why_not for one in plan.trail if one.stage == SPLIT)
     apart = [abs(b - a) / abs(a) for a, b in zip(*losses, strict=True)]
     return {
         "mesh": config.mesh,
-        "parts": record.parts if record and not record.why_not else 0,
-        "why_not": record.why_not if record else "",
+        "parts": plan.split.parts if plan.split else 0,
+        "why_not": "" if plan.split else next(why_not, ""),
         "first_loss": losses[0][0],
         "last_loss": losses[0][-1],
         "difference": max(apart),

@@ -103,14 +103,12 @@ def decided(plan: Plan) -> Row:
     left = [s for s in plan.skips if s.left_plain]
     return {
         **of_cut(plan),
-        "pins": len(plan.layouts.pins) if plan.layouts else 0,
+        "pins": len(plan.pins),
         "rings": len(rings) - len(sliced),
         "slices": len(sliced),
         "left_plain": len(left),
         "skipped": len(plan.skips) - len(none) - len(left),
         "kinds": Counter(f"{d.kind} over {d.axis}, {d.variant}" for d in rings),
-        "prefetched": plan.prefetched,
-        "sums": len(plan.sums),
         "plan": str(plan),
     }
 

@@ -65,7 +65,7 @@ def summary(plan: Plan) -> Row:
         "ringed": len(plan.decisions),
         "no_collective": sum(skip.idle for skip in plan.skips),
         "skips": dict(reasons.most_common()),
-        "parts": plan.cut.parts if plan.cut else 0,
+        "parts": plan.split.parts if plan.split else 0,
         "planned_bytes": sum(d.bytes_moved for d in plan.decisions),
         "plan": str(plan),
     }

@@ -22,7 +22,8 @@ from jaxoverlap.passes.analysis.partitioned import partitioned
 from jaxoverlap.passes.analysis.partitioner_collectives import partitioner_collectives
 from jaxoverlap.plan.plan import Plan
 from jaxoverlap.search.choice import CompiledChoice, decided, faster, found_to_compile
-from jaxoverlap.search.found import found
+from jaxoverlap.search.found import found, layouts_found
+from jaxoverlap.search.layouts import Layouts
 from jaxoverlap.search.never_slower import predicted
 from jaxoverlap.step.context import mesh_of, prepare
 from jaxoverlap.step.options import Options
@@ -118,6 +119,18 @@ class Overlapped:
         """
         return arguments_reach(self._wrapped_jit, self._explain, args, kwargs)
 
+    def advise(self, *args: Any, **kwargs: Any) -> Layouts | None:
+        """Return the shardings that would be pinned, for arguments like these, with their gains.
+
+        None if layouts are not searched for: the mesh is explicit, its cluster has no cost model,
+        or `layouts=None`. It takes arrays or ShapeDtypeStructs; it compiles nothing.
+
+        Raises:
+            ValueError: if the step has no mesh, or one that does not fit.
+            RewriteError: if the search fails, whatever `on_error` says.
+        """
+        return arguments_reach(self._wrapped_jit, self._advise, args, kwargs)
+
     def programs(self, *args: Any, **kwargs: Any) -> tuple[Program, ...]:
         """Return the step's program after each edit, for arguments like these, the original first.
 
@@ -192,6 +205,11 @@ class Overlapped:
             return msgspec.structs.replace(
                 plan, remaining=partitioner_collectives(after.module, plan.mesh)
             )
+
+    def _advise(self, *args: Any, **kwargs: Any) -> Layouts | None:
+        call = self._inferred(args, kwargs)
+        with own_faults(call.name):
+            return layouts_found(prepare(call, self._options), self._options)
 
     def _programs(self, *args: Any, **kwargs: Any) -> tuple[Program, ...]:
         call, program = self._planned(args, kwargs)

@@ -12,7 +12,7 @@ from jaxoverlap.cli.shell.output import command, say, show_json, working
 from jaxoverlap.hardware.cluster import parse_cluster
 
 if TYPE_CHECKING:
-    from jaxoverlap.plan.layouts import Layouts
+    from jaxoverlap.search.layouts import Layouts
 
 
 @command
@@ -32,7 +32,7 @@ def advise(
     with working(f"looking for layouts of {step} on {pod}"):
         built = target(step, pod, axes)
         options = Options(cluster=parse_cluster(pod), layouts="advise")
-        layouts = Overlapped(built.step, options).explain(*built.args).layouts
+        layouts = Overlapped(built.step, options).advise(*built.args)
     if layouts is None:
         say("No layout was looked for: the shardings of this step are part of its types.")
         return NO
@@ -49,7 +49,7 @@ def advice(layouts: Layouts) -> list[str]:
     A constraint holds for a value's cotangent too, and under `jax.checkpoint` for what is computed
     again. So a matmul of the backward pass is reached through the operand whose cotangent it makes.
     """
-    from jaxoverlap.plan.layouts import spec_text
+    from jaxoverlap.search.layouts import spec_text
 
     lines = [layouts.gain, *map(str, layouts.kept), *layouts.remarks]
     printed = set[tuple[object, ...]]()

@@ -185,31 +185,3 @@ class Remaining(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     source: str
     runs: int
     bytes_moved: int
-
-
-class Scattered(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The gradient of an embedding lookup, scattered where XLA would all-reduce it.
-
-    Attributes:
-        source: "file:line" of the lookup.
-        axes: the mesh axes that it is scattered over, in order.
-        bytes_moved: bytes that each device sends in one run.
-    """
-
-    source: str
-    axes: tuple[str, ...]
-    bytes_moved: int
-
-
-class ScatteredSum(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A sum of activations that stays scattered until the next matmuls gather it.
-
-    Attributes:
-        site: the id of the matmul that gives it.
-        dim: the dim of its result that is scattered.
-        axes: the mesh axes on that dim then, major to minor; the last is the one summed over.
-    """
-
-    site: int
-    dim: int
-    axes: tuple[str, ...]

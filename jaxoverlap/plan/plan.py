@@ -9,6 +9,7 @@ The file is JSON with a checksum, so that a truncated or edited file is recognis
 
 from __future__ import annotations
 
+import itertools
 import os
 import re
 from collections.abc import Mapping
@@ -23,18 +24,13 @@ from jaxoverlap.plan.decisions import (
     Decision,
     Reason,
     Remaining,
-    Scattered,
-    ScatteredSum,
     Skip,
     Style,
     Variant,
     without_rings,
 )
-from jaxoverlap.plan.edits import Edit, MakeRing, SplitExchange, SumLate
-from jaxoverlap.plan.halves import Halves
-from jaxoverlap.plan.layouts import Layouts
+from jaxoverlap.plan.edits import Edit, MakeRing, Pin, SplitBatch, SplitExchange, SumLate
 from jaxoverlap.plan.price import Price
-from jaxoverlap.plan.streams import Streams
 from jaxoverlap.plan.table import (
     cluster_lines,
     count_line,
@@ -42,10 +38,8 @@ from jaxoverlap.plan.table import (
     late_sums_lines,
     mesh_text,
     partitioning_lines,
-    prefetched_lines,
     remaining_lines,
     ring_table,
-    scattered_line,
     skipped_table,
     split_exchange_lines,
 )
@@ -64,8 +58,6 @@ __all__ = [
     "Predictions",
     "Reason",
     "Remaining",
-    "Scattered",
-    "ScatteredSum",
     "Schedule",
     "Skip",
     "Style",
@@ -74,7 +66,7 @@ __all__ = [
 
 FSDP = Literal["prefetch", "ring"]
 _FORMAT = "jaxoverlap plan"
-SCHEMA = 14  # of a plan's JSON: counts up with every change that another version cannot read
+SCHEMA = 15  # of a plan's JSON: counts up with every change that another version cannot read
 
 
 class Schedule(
@@ -136,15 +128,8 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
         edits: what is done to the step, in order; none if it stays as it is.
         entries: what that means for each matmul, or why nothing is done with it; by its number
             before any ring, those of a split batch part by part.
-        prefetched: gathers of scanned weights that run one step of their scan ahead.
-        joined_bytes: bytes of a layer's weights that are gathered ahead as one; 0 where each gather
-            is one by itself, and only those up to a layer's first matmul run ahead.
-        scattered: the gradients of embedding lookups that are scattered.
-        sums: the sums of activations that stay scattered.
-        layouts: the results of matmuls that are pinned; None if no layout was searched for.
-        halves: whether its batch is split; None if no split was considered.
-        streams: whether NVLink's collectives get a stream of their own; None if there is only one
-            kind of link, or no second stream was considered.
+        applied: what the edits gather ahead and scatter, in words.
+        notes: what the search found out about layouts, the batch split and streams, in words.
         trail: the candidates that the search estimated, or that the tuning tried, in order; empty
             if there was neither.
         price: its estimated time and gain; None if nothing was estimated.
@@ -166,13 +151,8 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     mesh: Mapping[str, int]
     edits: tuple[Edit, ...] = ()
     entries: tuple[Decision | Skip, ...]
-    prefetched: int = 0
-    joined_bytes: int = 0
-    scattered: tuple[Scattered, ...] = ()
-    sums: tuple[ScatteredSum, ...] = ()
-    layouts: Layouts | None = None
-    halves: Halves | None = None
-    streams: Streams | None = None
+    applied: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
     trail: tuple[Proposed, ...] = ()
     price: Price | None = None
     partitioning: tuple[str, ...] = ()
@@ -201,9 +181,15 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
         return tuple(edit for edit in self.edits if isinstance(edit, MakeRing))
 
     @property
-    def cut(self) -> Halves | None:
+    def pins(self) -> tuple[Pin, ...]:
+        """The edits that pin results of matmuls to a sharding; not those of a batch's parts."""
+        whole = itertools.takewhile(lambda edit: not isinstance(edit, SplitBatch), self.edits)
+        return tuple(edit for edit in whole if isinstance(edit, Pin))
+
+    @property
+    def split(self) -> SplitBatch | None:
         """The batch split; None if the batch is not split."""
-        return self.halves if self.halves and not self.halves.why_not else None
+        return next((edit for edit in self.edits if isinstance(edit, SplitBatch)), None)
 
     @property
     def skips(self) -> tuple[Skip, ...]:
@@ -224,14 +210,9 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
             self,
             edits=(),
             entries=without_rings(self.entries, why),
-            prefetched=0,
-            joined_bytes=0,
-            scattered=(),
-            sums=(),
+            applied=(),
+            notes=(),
             plain=True,
-            layouts=None,
-            halves=None,
-            streams=self.streams if xla_options else None,
             price=None,
             schedule=schedule,
             xla_options=xla_options or {},
@@ -304,15 +285,12 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
         return "\n".join(
             (
                 count_line(self.entries),
-                *prefetched_lines(self.prefetched, self.joined_bytes),
-                *map(scattered_line, self.scattered),
+                *(f"  {line}" for line in self.applied),
                 *late_sums_lines(sum(isinstance(edit, SumLate) for edit in self.edits)),
                 *split_exchange_lines(
                     [edit.parts for edit in self.edits if isinstance(edit, SplitExchange)]
                 ),
-                *(self.layouts.lines if self.layouts else ()),
-                *(self.halves.lines if self.halves else ()),
-                *(self.streams.lines if self.streams else ()),
+                *(f"  {line}" for line in self.notes),
                 *partitioning_lines(self.partitioning),
                 *(cluster_lines(origin.cluster, origin.domains) if origin else ()),
                 *filter(None, settings),

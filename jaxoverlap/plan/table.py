@@ -6,7 +6,7 @@ import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from jaxoverlap._util.text import human_bytes, table
-from jaxoverlap.plan.decisions import Decision, Remaining, Scattered, Skip
+from jaxoverlap.plan.decisions import Decision, Remaining, Skip
 
 _SITES = 6  # of equal rows that are listed
 _REMAINING = 8  # of XLA's own collectives that are shown unless all are asked for
@@ -132,21 +132,6 @@ def remaining_lines(remaining: Sequence[Remaining], *, verbose: bool) -> list[st
     sent = human_bytes(sum(r.bytes_moved for r in remaining))
     title = f"XLA's own: {sent} sent per device and step"
     return [table(title, columns, rows, right=("runs", "bytes"))]
-
-
-def scattered_line(scattered: Scattered) -> str:
-    """Name a lookup's gradient that is scattered, where XLA would all-reduce it."""
-    over, sent = " and ".join(scattered.axes), human_bytes(scattered.bytes_moved)
-    return f"  The gradient of the lookup at {scattered.source} is scattered over {over}: {sent}."
-
-
-def prefetched_lines(prefetched: int, joined_bytes: int) -> list[str]:
-    """Say how many gathers run ahead, and whether those of a layer are one."""
-    if not prefetched:
-        return []
-    line = f"  {prefetched} gathers of scanned weights run one step of their scan ahead"
-    joined = f", all of a layer's in one ({human_bytes(joined_bytes)})" if joined_bytes else ""
-    return [f"{line}{joined}."]
 
 
 def late_sums_lines(count: int) -> list[str]:

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
-import msgspec
-
 from jaxoverlap.cost.groups import groups_of
+from jaxoverlap.flags import options_for
 from jaxoverlap.hardware.topology import axis_costs
 from jaxoverlap.passes.analysis.jaxprs import bodies, dots, equations
 from jaxoverlap.passes.analysis.matmul_collectives import behind_conversions
@@ -21,19 +21,28 @@ from jaxoverlap.passes.planning.entries import NO_COLLECTIVE, described, with_co
 from jaxoverlap.passes.planning.profit import RingCosts
 from jaxoverlap.passes.planning.ring_edits import edits_of
 from jaxoverlap.passes.planning.terms import Requests, Terms
-from jaxoverlap.plan.edits import DropTypes, PinResults, ShareViews
+from jaxoverlap.passes.rewriting.prefetch import joined_bytes
+from jaxoverlap.plan.decisions import Decision, Skip
+from jaxoverlap.plan.edits import DropTypes, PinResults, ShareViews, SplitBatch
 from jaxoverlap.plan.limits import STREAM_GAIN
 from jaxoverlap.plan.plan import Plan
 from jaxoverlap.plan.price import Price
-from jaxoverlap.plan.speedup import CandidateName
-from jaxoverlap.plan.streams import Streams
+from jaxoverlap.plan.speedup import CandidateName, milliseconds
 from jaxoverlap.search.candidate import Candidate
 from jaxoverlap.search.evaluate import Evaluator
-from jaxoverlap.search.records import entries_of, halves_of, laid_out, layouts_of, proposed
+from jaxoverlap.search.layouts import Layouts
+from jaxoverlap.search.records import (
+    entries_of,
+    kept_apart,
+    laid_out,
+    layouts_of,
+    proposed,
+    split_notes,
+)
 from jaxoverlap.search.search import Trail, gains, search, split_of
 from jaxoverlap.search.stages import stages_of
 from jaxoverlap.search.types import untyped
-from jaxoverlap.step.check_plan import evidence_of
+from jaxoverlap.step.check_plan import applied
 from jaxoverlap.step.context import StepContext
 from jaxoverlap.step.options import Options
 from jaxoverlap.step.pipeline import PassResult
@@ -48,10 +57,7 @@ def found(step: StepContext, options: Options) -> PassResult:
     """
     if why := unread(step.mesh):
         return _undecided(step, _terms(step, options), why)
-    step = untyped(step)
-    terms = _terms(step, options)
-    evaluate = Evaluator(step, terms)
-    trail = search(evaluate.start(), stages_of(step, options, terms), evaluate)
+    step, trail = _searched(step, options)
     goes_on = {row for one in trail.left for row in one.line}
     for row in trail.rows:  # answers stay in memory, for searches with other options
         if row not in goes_on and row.evaluated is not None:
@@ -61,6 +67,31 @@ def found(step: StepContext, options: Options) -> PassResult:
         return done
     close = {name: _result(step, options, trail, one) for name, one in _close(trail).items()}
     return replace(done, close={name: (one.plan, one.edited) for name, one in close.items()})
+
+
+def layouts_found(step: StepContext, options: Options) -> Layouts | None:
+    """Search as `found`, and return the layouts alone; None if they are not searched for.
+
+    Raises:
+        RewriteError, ValueError: as `found`.
+    """
+    if unread(step.mesh):
+        return None
+    step, trail = _searched(step, options)
+    return layouts_of(step, trail, trail.taken) if _lays_out(step, options) else None
+
+
+def _searched(step: StepContext, options: Options) -> tuple[StepContext, Trail]:
+    step = untyped(step)
+    terms = _terms(step, options)
+    evaluate = Evaluator(step, terms)
+    return step, search(evaluate.start(), stages_of(step, options, terms), evaluate)
+
+
+def _lays_out(step: StepContext, options: Options) -> bool:
+    """Return whether layouts are searched for."""
+    searches = options.layouts is not None and options.pins is None
+    return searches and step.cost is not None and not step.explicit
 
 
 def _close(trail: Trail) -> dict[CandidateName, Candidate]:
@@ -75,26 +106,30 @@ def _close(trail: Trail) -> dict[CandidateName, Candidate]:
 def _result(step: StepContext, options: Options, trail: Trail, taken: Candidate) -> PassResult:
     """Return what a candidate makes of a step, with the plan for it."""
     edited = _edited(step, taken)
-    entries, sums = entries_of(trail, taken)
+    entries = entries_of(trail, taken)
     if any(entry.why == NO_COLLECTIVE for entry in entries):
         converted = behind_conversions(laid_out(taken).known.program.module)
         entries = with_conversions(entries, dots(step.jaxpr), converted)
     parts = 2 if options.halves == "auto" else options.halves
     if options.halves == "auto" and not (step.cost and options.chooses):
         parts = None
-    searched = options.layouts and options.pins is None and step.cost and not step.explicit
+    layouts = layouts_of(step, trail, taken) if _lays_out(step, options) else None
+    price, two_streams = None, False
+    notes = [*layouts.lines] if layouts else []
+    if parts is not None:
+        notes += split_notes(trail, taken, parts)
+    if (step_s := taken.evaluation.step_s) is not None:
+        price, two_streams, line = _priced(step, taken, entries, layouts)
+        notes += line
+    apart = kept_apart(step, taken)
     plan = _plan(
-        step,
-        edited,
-        entries=entries,
-        sums=sums,
-        layouts=layouts_of(step, trail, taken) if searched else None,
-        halves=halves_of(step, trail, taken, parts) if parts is not None else None,
+        *(step, edited, entries),
+        functools.partial(options_for, nvlink_stream=two_streams, **apart),
+        notes=tuple(notes),
         trail=proposed(trail, taken),
+        price=price,
     )
-    if taken.evaluation.step_s is not None:
-        plan = _with_price(step, taken, plan)
-    return PassResult(plan, step, edited, taken.evaluation.step_s)
+    return PassResult(plan, step, edited, step_s)
 
 
 def _edited(step: StepContext, taken: Candidate) -> EditedStep:
@@ -105,14 +140,27 @@ def _edited(step: StepContext, taken: Candidate) -> EditedStep:
     return apply(taken.known.step, [ShareViews()])
 
 
-def _plan(step: StepContext, edited: EditedStep, **what: Any) -> Plan:
+def _plan(
+    step: StepContext,
+    edited: EditedStep,
+    entries: Sequence[Decision | Skip],
+    options: Callable[..., dict[str, str]] = options_for,
+    **what: Any,
+) -> Plan:
     """Make the plan of a step from its edits, and from what was found out about them."""
     operations = (at for at in equations(step.jaxpr) if partitions_itself(at[0]))
     return Plan(
         step=step.params["name"],
         mesh=dict(step.mesh.shape),
         edits=edited.edits,
-        **evidence_of(edited),
+        entries=tuple(entries),
+        applied=applied(edited),
+        xla_options=options(
+            step.mesh,
+            rings=any(isinstance(entry, Decision) for entry in entries),
+            parts=edited.has(SplitBatch),
+            joined_bytes=joined_bytes(edited),
+        ),
         partitioning=tuple(dict.fromkeys(described(*at) for at in operations)),
         made_for=step.origin,
         **what,
@@ -124,7 +172,7 @@ def _undecided(step: StepContext, terms: Terms, why: str) -> PassResult:
     entries, rings_by_body = decide(bodies(step.jaxpr), {}, terms)
     edits = [edit for body_rings in rings_by_body.values() for edit in edits_of(body_rings)]
     edited = apply(step.edited, [*edits, ShareViews()]) if edits else step.edited
-    return PassResult(_plan(step, edited, entries=entries), step, edited)
+    return PassResult(_plan(step, edited, entries), step, edited)
 
 
 def _terms(step: StepContext, options: Options) -> Terms:
@@ -141,13 +189,22 @@ def _terms(step: StepContext, options: Options) -> Terms:
     )
 
 
-def _with_price(step: StepContext, taken: Candidate, plan: Plan) -> Plan:
-    """Add the estimated gain of each tool to a plan.
+def _priced(
+    step: StepContext,
+    taken: Candidate,
+    entries: Sequence[Decision | Skip],
+    layouts: Layouts | None,
+) -> tuple[Price, bool, list[str]]:
+    """Estimate the gain of each tool.
 
     Args:
-        step: the step.
-        taken: the candidate that it is of; there are prices.
-        plan: the plan.
+        step: the step, whose cluster has prices.
+        taken: the candidate that is taken.
+        entries: of its matmuls.
+        layouts: the layouts, if they were searched for.
+
+    Returns:
+        The gains; whether NVLink's collectives get a stream of their own; the note about it.
     """
     # Each tool's gain on one stream, as XLA launches a step as it is, and then the second stream's.
     one_stream = functools.partial(step.estimate, nvlink_stream=False)
@@ -156,16 +213,20 @@ def _with_price(step: StepContext, taken: Candidate, plan: Plan) -> Plan:
     if step.typed and step.inferred:
         as_it_is = one_stream(step.typed.plain)
     one_s = one_stream(taken.known.program).step_s
-    streams = _streams(step, one_s, taken.seconds)
+    why_one, two_streams = step.one_stream, False
+    if why_one == "":
+        two_streams = gains(taken.seconds, one_s, STREAM_GAIN)
+        why_one = f"a second one gains {1 - taken.seconds / one_s:.1%} (estimated)"
     saved_s = {}
     if step.inferred:
         saved_s["types"] = as_it_is.step_s - free.step_s
-    if plan.layouts and plan.layouts.changes:
+    if layouts and layouts.changes:
         saved_s["layouts"] = free.step_s - laid_s
     if taken is not laid_out(taken):
-        rings = any(d.num_chunks > 1 for d in plan.decisions)
-        saved_s["halves" if plan.cut else "rings" if rings else "gathers"] = laid_s - one_s
-    if streams and streams.are_two:
+        rings = any(isinstance(e, Decision) and e.num_chunks > 1 for e in entries)
+        tool = "halves" if taken.has(SplitBatch) else "rings" if rings else "gathers"
+        saved_s[tool] = laid_s - one_s
+    if two_streams:
         saved_s["streams"] = one_s - taken.seconds
     price = Price(
         plain_s=as_it_is.step_s,
@@ -173,20 +234,7 @@ def _with_price(step: StepContext, taken: Candidate, plan: Plan) -> Plan:
         step_s=as_it_is.step_s - sum(saved_s.values()),
         saved_s=saved_s,
     )
-    return msgspec.structs.replace(plan, price=price, streams=streams)
-
-
-def _streams(step: StepContext, one_s: float, two_s: float) -> Streams | None:
-    """Say whether NVLink's collectives get a stream of their own.
-
-    Args:
-        step: the step.
-        one_s: estimated seconds with one stream for all collectives.
-        two_s: the same with a second one, if there can be one.
-    """
-    if step.streams is None or not step.streams.are_two:
-        return step.streams
-    why_not = ""
-    if not gains(two_s, one_s, STREAM_GAIN):
-        why_not = f"a second one gains {1 - two_s / one_s:.1%} (estimated)"
-    return Streams(one_s=one_s, two_s=two_s, why_not=why_not)
+    if two_streams:
+        estimate = f"{milliseconds(one_s)} -> {milliseconds(taken.seconds)} (estimated)"
+        return price, True, [f"Collectives over NVLink have a stream of their own: {estimate}."]
+    return price, False, [f"All collectives share one stream: {why_one}."] if why_one else []

@@ -185,10 +185,10 @@ class NeverSlower:
 
     def _planned(self, taken: CandidateName) -> str:
         """Return in words what the overlapped step has, where another batch split is taken."""
-        cut = self.plan.cut
-        if taken == "other loops" and cut:
-            return "scans unrolled" if cut.unroll > 1 else "scans not unrolled"
-        return "batch split" if cut else "batch not split"
+        split = self.plan.split
+        if taken == "other loops" and split:
+            return "scans unrolled" if split.unroll > 1 else "scans not unrolled"
+        return "batch split" if split else "batch not split"
 
     def _lost(self, overlapped: Candidate, plain: Candidate) -> str:
         """Return which rules lost how much."""

@@ -7,8 +7,6 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import Any, Literal
 
-import msgspec
-
 from jaxoverlap.passes.analysis.dims import DimNames
 from jaxoverlap.passes.analysis.jaxprs import Dot, dots
 from jaxoverlap.passes.analysis.partitioned import SpmdProgram
@@ -18,7 +16,7 @@ from jaxoverlap.passes.halves.propose import examples
 from jaxoverlap.passes.layouts.pins import Pins
 from jaxoverlap.passes.layouts.propose import aborting_convolutions, pins_of
 from jaxoverlap.passes.planning.entries import described, source_of
-from jaxoverlap.plan.decisions import Decision, Reason, ScatteredSum, Skip, without_rings
+from jaxoverlap.plan.decisions import Decision, Reason, Skip, without_rings
 from jaxoverlap.plan.edits import (
     GatherTable,
     MakeRing,
@@ -26,14 +24,19 @@ from jaxoverlap.plan.edits import (
     Pin,
     SplitBatch,
 )
-from jaxoverlap.plan.halves import Halves
-from jaxoverlap.plan.layouts import KeptEdit, Layouts, PinnedResult
+from jaxoverlap.plan.speedup import milliseconds
 from jaxoverlap.plan.trail import Proposed
 from jaxoverlap.search.candidate import Candidate
+from jaxoverlap.search.layouts import KeptEdit, Layouts, PinnedResult
 from jaxoverlap.search.search import Trail, falls_short, outcome, quickest, split_of
 from jaxoverlap.search.stages import LAYOUT_STAGES, SPLIT
 from jaxoverlap.simulation import hlo
 from jaxoverlap.step.context import StepContext
+
+_PER_SEQUENCE = (  # no rule can find this out
+    "  If the shard_map computes each sequence alone, jaxoverlap.per_sequence(fn) says so, and "
+    "it is split too."
+)
 
 
 def laid_out(taken: Candidate) -> Candidate:
@@ -118,57 +121,50 @@ def _part(dot: Dot, forward: Dot, pins: Pins) -> Literal["result", "operand"]:
 # -- the batch split ------------------------------------------------------------------------------
 
 
-def halves_of(step: StepContext, trail: Trail, taken: Candidate, parts: int) -> Halves:
-    """Record whether the batch is split, and what the step takes with and without.
+def split_notes(trail: Trail, taken: Candidate, parts: int) -> list[str]:
+    """Say whether the batch is split, and what the step takes with and without.
 
     Args:
-        step: the step.
         trail: the trail of a search that has considered it.
-        taken: the candidate that the record is of.
+        taken: the candidate that the notes are of.
         parts: the number of parts.
     """
-    whole = quickest(row for row in trail.rows if not row.has(SplitBatch))
     split_rows = [row for row in trail.rows if row.has(SplitBatch)]
     split = taken if taken.has(SplitBatch) else quickest(split_rows, anyway=True)
     if split is None:
         tried = [row for row in trail.of(SPLIT) if row.parent in taken.line] or [*trail.of(SPLIT)]
         why_not = tried[0].evaluation.refusal if tried else "no search was made"
-        return Halves(parts=parts, why_not=why_not)
-    record = _split(step, split, parts)
-    step_s = split.evaluation.step_s
-    if whole is None or step_s is None:
-        return record
-    other = quickest(row for row in split_rows if split_of(row)[1] != record.unroll)
-    why_not = "" if taken.has(SplitBatch) else falls_short(split, whole)
-    return msgspec.structs.replace(
-        record,
-        whole_s=whole.seconds,
-        step_s=step_s,
-        other_unroll=other and split_of(other)[1],
-        other_unroll_s=other and other.seconds,
-        why_not=why_not,
-    )
-
-
-def _split(step: StepContext, split: Candidate, parts: int) -> Halves:
-    """Record a batch split: its dim, and what XLA's options have to keep apart."""
-    first = next(row for row in split.line if row.has(SplitBatch))
-    assert first.parent is not None
-    whole, cut = first.parent.known, first.known
+        return [f"The batch is not split in {parts} parts: {why_not}."]
+    whole, estimate = quickest(row for row in trail.rows if not row.has(SplitBatch)), ""
+    if whole is not None and (step_s := split.evaluation.step_s) is not None:
+        unsplit, in_parts = milliseconds(whole.seconds), milliseconds(step_s)
+        estimate = f": {unsplit} unsplit, {in_parts} split (estimated)"
     halved = split.known.step.facts[SplitBatch]
-    edit = next(edit for edit in split.edits if isinstance(edit, SplitBatch))
+    mixing = [*dict.fromkeys(map(described, halved.mixing))]
+    hint = [_PER_SEQUENCE] if any(text.startswith("shard_map") for text in mixing) else []
+    if split is not taken:
+        assert whole is not None
+        why_not = falls_short(split, whole)
+        return [f"The batch is not split in {parts} parts: {why_not}{estimate}.", *hint]
+    loops = f", scans unrolled {halved.unroll} times" if halved.unroll > 1 else ""
+    rows = split.known.notes[SplitBatch]
+    joined = [f"  Parts are joined for {', '.join(mixing)}."] if mixing else []
+    return [f"The batch is split in {parts} parts: {rows}{loops}{estimate}.", *joined, *hint]
+
+
+def kept_apart(step: StepContext, taken: Candidate) -> dict[str, int | None]:
+    """Return what XLA must not join of the parts of a batch, as `options_for` takes it."""
+    first = next((row for row in taken.line if row.has(SplitBatch)), None)
+    if first is None:
+        return {}
+    assert first.parent is not None
+    whole, parts = first.parent.known, split_of(taken)[0]
     least = least_matmul(
-        whole.step.jaxpr, cut.step.numbered.jaxpr, cut.shardings, parts, step.mesh.shape
+        *(whole.step.jaxpr, first.known.step.numbered.jaxpr, first.known.shardings),
+        *(parts, step.mesh.shape),
     )
-    return Halves(
-        parts=parts,
-        rows=split.known.notes[SplitBatch],
-        shards=edit.shards,
-        unroll=halved.unroll,
-        mixing=tuple(dict.fromkeys(map(described, halved.mixing))),
-        least_sum=min(_sums(cut.program) - _sums(whole.program), default=None),
-        least_matmul=least,
-    )
+    least_sum = min(_sums(first.known.program) - _sums(whole.program), default=None)
+    return {"least_sum": least_sum, "least_matmul": least}
 
 
 def _sums(program: SpmdProgram) -> set[int]:
@@ -184,19 +180,15 @@ def _sums(program: SpmdProgram) -> set[int]:
 # -- each matmul ----------------------------------------------------------------------------------
 
 
-def entries_of(
-    trail: Trail, taken: Candidate
-) -> tuple[tuple[Decision | Skip, ...], tuple[ScatteredSum, ...]]:
-    """Return the entry of each matmul, and the sums of activations that stay scattered."""
+def entries_of(trail: Trail, taken: Candidate) -> tuple[Decision | Skip, ...]:
+    """Return the entry of each matmul."""
     decided = [row for row in taken.line if MakeRing in row.proposal.notes]
     if decided:
-        found = decided[-1].proposal.notes[MakeRing]
-        sums = (ScatteredSum(site=i, dim=p.dim, axes=p.axes) for i, p in found.sums.items())
-        return found.entries, tuple(sums)
+        return decided[-1].proposal.notes[MakeRing].entries
     line = {*taken.line}
     tried = [row for row in trail.rows if MakeRing in row.proposal.notes and row.parent in line]
     entries = tried[0].proposal.notes[MakeRing].entries
-    return without_rings(entries, Reason("not ringed", _why_none(tried))), ()
+    return without_rings(entries, Reason("not ringed", _why_none(tried)))
 
 
 def _why_none(tried: Sequence[Candidate]) -> str:

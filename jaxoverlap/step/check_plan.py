@@ -18,6 +18,7 @@ import msgspec
 from jax.sharding import Mesh, NamedSharding
 
 from jaxoverlap._jax import compat, jits
+from jaxoverlap._util.text import human_bytes
 from jaxoverlap.hardware.cluster import Cluster, parse_cluster
 from jaxoverlap.hardware.topology import axis_domains, cluster_of
 from jaxoverlap.passes.analysis.errors import UserError
@@ -256,18 +257,20 @@ def followed(plan: Plan, edited: EditedStep, name: str, origin: MadeFor) -> Plan
         step=name,
         entries=plan.entries if plan.plain else tuple(entries),
         made_for=origin,
-        **evidence_of(edited),
+        applied=applied(edited),
     )
 
 
-def evidence_of(edited: EditedStep) -> dict[str, Any]:
-    """Return the fields of a plan that say what its edits gather ahead and scatter."""
+def applied(edited: EditedStep) -> tuple[str, ...]:
+    """Return lines that say what the edits of a step gather ahead and scatter."""
+    scattered = map(str, edited.facts.get(ScatterLookup, ()))
     ahead = edited.facts.get(GatherAhead)
-    return {
-        "prefetched": ahead.gathers if ahead else 0,
-        "joined_bytes": joined_bytes(edited),
-        "scattered": edited.facts.get(ScatterLookup, ()),
-    }
+    if ahead is None or not ahead.gathers:
+        return tuple(scattered)
+    joined = joined_bytes(edited)
+    as_one = f", all of a layer's in one ({human_bytes(joined)})" if joined else ""
+    gathers = f"{ahead.gathers} gathers of scanned weights run one step of their scan ahead"
+    return (f"{gathers}{as_one}.", *scattered)
 
 
 def _entry(

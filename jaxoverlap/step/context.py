@@ -28,7 +28,6 @@ from jaxoverlap.passes.estimation.estimate import Estimate, estimate
 from jaxoverlap.passes.rewriting.prefetch import joined_bytes
 from jaxoverlap.plan.edits import DropTypes
 from jaxoverlap.plan.plan import MadeFor
-from jaxoverlap.plan.streams import Streams
 from jaxoverlap.step.check_plan import argument_shardings, check, cluster_for, made_for
 from jaxoverlap.step.options import Options
 
@@ -47,8 +46,8 @@ class StepContext:
         cluster, cost: the mesh's GPUs, and their cost model; None where not known.
         named: the cluster, where the user or the plan names it.
         origin: what a plan for the step is made for.
-        streams: whether NVLink's collectives can have a stream of their own; None where the GPUs
-            have but one kind of link, or no price.
+        one_stream: why NVLink's collectives cannot have a stream of their own; empty if they can,
+            None where the GPUs have but one kind of link, or no price.
         outermost: whether it is called by itself, and not under `jax.grad`, `vmap` or `jit`.
         typed: a step on an explicit mesh with its types, where `jaxpr` has none.
         answers: what was found out about it, by what was asked (`once`); calls of one step share
@@ -62,7 +61,7 @@ class StepContext:
     named: Cluster | None
     origin: MadeFor
     outermost: bool
-    streams: Streams | None = None
+    one_stream: str | None = None
     typed: StepContext | None = None
     answers: dict[Hashable, Any] = field(default_factory=dict, compare=False, repr=False)
 
@@ -121,7 +120,7 @@ class StepContext:
         """
         assert self.cost is not None
         if nvlink_stream is None:
-            nvlink_stream = self.streams is not None and self.streams.are_two
+            nvlink_stream = self.one_stream == ""
         return estimate(
             program.module,
             self.cost,
@@ -182,8 +181,8 @@ def prepare(call: jits.Call, options: Options) -> StepContext:
         cost = cost_model(cluster)
     arguments = tuple(map(_spec, jaxpr.invars, argument_shardings(call)))
     outermost = jits.at_top_level()
-    streams = _streams(mesh, cluster, options) if cost and cluster else None
-    facts = (repr(origin), repr(cost), streams, outermost, options.operations)
+    one_stream = _one_stream(mesh, cluster, options) if cost and cluster else None
+    facts = (repr(origin), repr(cost), one_stream, outermost, options.operations)
     key = (params["jaxpr"], mesh, arguments, *facts)
     if (known := _known.get(key)) is None:
         known = EditedStep(jaxpr, mesh, arguments), {}
@@ -197,18 +196,17 @@ def prepare(call: jits.Call, options: Options) -> StepContext:
         named=named,
         origin=origin,
         outermost=outermost,
-        streams=streams,
+        one_stream=one_stream,
         answers=answers,
     )
 
 
-def _streams(mesh: Mesh, cluster: Cluster, options: Options) -> Streams | None:
-    """Say whether NVLink's collectives can have a stream of their own; None: one kind of link."""
+def _one_stream(mesh: Mesh, cluster: Cluster, options: Options) -> str | None:
+    """Return why all collectives share a stream; "" if they need not, None: one kind of link."""
     try:
-        why_not = why_one_stream(mesh, cluster, options.streams)
+        return why_one_stream(mesh, cluster, options.streams)
     except ValueError as error:
         raise UserError(str(error)) from error
-    return None if why_not is None else Streams(why_not=why_not)
 
 
 def _spec(var: Any, sharding: Any) -> Spec | None:

@@ -18,13 +18,14 @@ from jaxoverlap._jax import jits, partitioner
 from jaxoverlap._jax.jobs import job_of
 from jaxoverlap._util.text import warn
 from jaxoverlap.cost.model import CostModel
-from jaxoverlap.flags import is_gpu, options_for
+from jaxoverlap.flags import is_gpu
 from jaxoverlap.hardware import pods
 from jaxoverlap.hardware.cluster import Cluster
 from jaxoverlap.hardware.topology import cluster_of
 from jaxoverlap.passes.analysis.errors import RewriteError, UserError, own_faults
 from jaxoverlap.passes.analysis.mesh import MeshError
 from jaxoverlap.passes.edited import EditedStep
+from jaxoverlap.passes.rewriting.prefetch import joined_bytes
 from jaxoverlap.passes.scheduling.scheduler import Scheduler, SchedulerPass, scheduler_pass_for
 from jaxoverlap.plan.plan import Plan, Schedule
 from jaxoverlap.plan.speedup import CandidateName, Speedup
@@ -248,20 +249,10 @@ def _xla_options(
     done: PassResult, users: Mapping[str, Any], options: Options
 ) -> tuple[dict[str, str], dict[str, str]]:
     """Return the options that a plan names beyond the user's own, and these with a pod's."""
-    plan, cut = done.plan, done.plan.cut
     pod_options = pods.compiler_options() if pods.is_pod(done.step.mesh) else {}
-    chosen = plan.xla_options
+    chosen = done.plan.xla_options
     if options.plan is None:
-        usual = options_for(
-            done.step.mesh,
-            rings=bool(plan.decisions),
-            parts=cut is not None,
-            least_sum=cut and cut.least_sum,
-            least_matmul=cut and cut.least_matmul,
-            nvlink_stream=plan.streams is not None and plan.streams.are_two,
-            joined_bytes=plan.joined_bytes,
-        )
-        chosen = {name: value for name, value in usual.items() if name not in pod_options}
+        chosen = {name: value for name, value in chosen.items() if name not in pod_options}
     added = {name: value for name, value in chosen.items() if name not in users}
     return added, {**added, **pod_options}
 
@@ -280,7 +271,7 @@ def _ordering(name: str, done: PassResult, options: Options) -> SchedulerPass | 
         )
     if schedule is None or done.step.cost is None:
         return None
-    if ahead := done.plan.joined_bytes:
+    if ahead := joined_bytes(done.edited):
         schedule = replace(schedule, ahead_bytes=max(schedule.ahead_bytes, ahead))
     return scheduler_pass_for(name, done.step.cost, schedule)
 

@@ -19,6 +19,7 @@ from jaxoverlap.plan.evaluation import Times
 from jaxoverlap.plan.limits import WORTH_MOVING
 from jaxoverlap.plan.plan import Decision, Plan, Skip, Variant
 from jaxoverlap.search.candidate import Candidate
+from jaxoverlap.search.stages import SPLIT
 from jaxoverlap.step.options import Options
 from jaxoverlap.tuning.lagom.granularity import GranularityModel
 
@@ -78,7 +79,8 @@ def seeds(
             yield Candidate.planned(f"lagom {number}", with_variants(every, granularity))
     if none := dict.fromkeys((ring.site for ring in rules.rings), Variant("plain")):
         yield Candidate.planned("no rings", with_variants(rules, none))
-    if rules.prefetched and not rules.cut:
+    ahead = any(isinstance(edit, GatherAhead) for edit in rules.edits)
+    if ahead and not rules.split:
         yield decide("fsdp in rings", replace(base, fsdp="ring"))
     if not waits:
         yield from others
@@ -148,8 +150,8 @@ def moves(
 
 def with_batch_split_of(base: Options, plan: Plan) -> Options:
     """Return options with a plan's batch split: matmul ids count the matmuls of all parts."""
-    cut = plan.cut
-    return replace(base, halves=cut and cut.parts, unroll=cut.unroll if cut else 1)
+    split = plan.split
+    return replace(base, halves=split and split.parts, unroll=split.unroll if split else 1)
 
 
 def rows(base: Options, rules: Plan, decide: Decide) -> Iterator[Candidate]:
@@ -157,12 +159,13 @@ def rows(base: Options, rules: Plan, decide: Decide) -> Iterator[Candidate]:
 
     Args:
         base: the options of the rules, with the batch split of their plan.
-        rules: the plan; it has an estimated cost of halves if the batch can be split.
+        rules: the plan; its search has estimated a batch split if the batch can be split.
         decide: decides by other options.
     """
-    if rules.halves is None or rules.halves.step_s is None:
+    splits = (one for one in rules.trail if one.stage == SPLIT)
+    if all(one.evaluation.step_s is None for one in splits):
         return
-    if rules.cut:
+    if rules.split:
         yield decide("no batch split", replace(base, halves=None, unroll=1))
     for parts, unroll in _CUTS:
         if (parts, unroll) != (base.halves, base.unroll):

@@ -17,7 +17,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -26,6 +26,7 @@ from jax import Array, lax
 from jax.sharding import Mesh
 
 from jaxoverlap._jax import compat, inlining
+from jaxoverlap._util.text import human_bytes
 from jaxoverlap.passes.analysis.einsum import Spec
 from jaxoverlap.passes.analysis.jaxprs import Body, bodies
 from jaxoverlap.passes.analysis.mesh import partition_spec
@@ -33,8 +34,25 @@ from jaxoverlap.passes.edited import EditedStep, misfit
 from jaxoverlap.passes.planning.entries import line_of
 from jaxoverlap.passes.rings import chunks
 from jaxoverlap.passes.rings.chunks import Chunking
-from jaxoverlap.plan.decisions import Scattered
 from jaxoverlap.plan.edits import ScatterLookup
+
+
+class Scattered(NamedTuple):
+    """The gradient of an embedding lookup, scattered where XLA would all-reduce it.
+
+    Attributes:
+        source: "file:line" of the lookup.
+        axes: the mesh axes that it is scattered over, in order.
+        bytes_moved: bytes that each device sends in one run.
+    """
+
+    source: str
+    axes: tuple[str, ...]
+    bytes_moved: int
+
+    def __str__(self) -> str:
+        over, sent = " and ".join(self.axes), human_bytes(self.bytes_moved)
+        return f"The gradient of the lookup at {self.source} is scattered over {over}: {sent}."
 
 
 @dataclass(frozen=True)
@@ -70,8 +88,8 @@ class Lookup:
             sums=self.sums,
         )
 
-    def entry(self, axis_sizes: Mapping[str, int]) -> Scattered:
-        """Make the entry that explain() shows."""
+    def scattered(self, axis_sizes: Mapping[str, int]) -> Scattered:
+        """Return what is sent, and from where."""
         held = math.prod(axis_sizes[a] for axes in self.updates[-1:] for a in axes)
         aval = self.eqn.outvars[0].aval
         local, sent = aval.size * aval.dtype.itemsize // held, 0
@@ -89,8 +107,8 @@ def run(step: EditedStep, edits: Sequence[ScatterLookup]) -> EditedStep:
         if (lookup := _lookup_of(edit, every, step.mesh)) is None:
             raise misfit(edit, "no gradient of a lookup is there")
         found.append(lookup)
-    entries = tuple(lookup.entry(step.mesh.shape) for lookup in found)
-    return step.to(scatter(step.jaxpr, found, step.mesh), {ScatterLookup: entries})
+    facts = tuple(lookup.scattered(step.mesh.shape) for lookup in found)
+    return step.to(scatter(step.jaxpr, found, step.mesh), {ScatterLookup: facts})
 
 
 def lookups(

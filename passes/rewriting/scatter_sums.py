@@ -33,8 +33,9 @@ from jaxoverlap.passes.analysis.jaxprs import Body, bodies, map_bodies
 from jaxoverlap.passes.analysis.partitioned import Shardings, SpmdProgram
 from jaxoverlap.passes.planning.layout import Layout, traffic
 from jaxoverlap.passes.planning.ring_plan import BodyRings, Ring
+from jaxoverlap.passes.rewriting.embedding_gradients import Scattered
 from jaxoverlap.passes.rewriting.pin_results import constrained, dims_of, is_even
-from jaxoverlap.plan.decisions import Decision, Remaining, Scattered, Skip
+from jaxoverlap.plan.decisions import Decision, Remaining, Skip
 from jaxoverlap.plan.edits import Edit
 
 

@@ -91,7 +91,7 @@ def test_halves_of_other_matmuls_compute_what_the_step_does(name: str):
     mesh = jax.make_mesh(tuple(AXES.values()), tuple(AXES), axis_types=(AxisType.Auto,) * 2)
     args, step = arguments(mesh, *shapes, drawn), trained(loss)
     overlapped = jaxoverlap.overlap(step, halves=2)
-    assert overlapped.explain(*args).cut
+    assert overlapped.explain(*args).split
     wanted = jax.tree.map(np.asarray, step(*args))
     jax.tree.map(
         lambda a, b: np.testing.assert_allclose(a, b, atol=1e-5), overlapped(*args), wanted
@@ -107,7 +107,7 @@ class TestPods:
         args = arguments(jaxoverlap.pod_mesh(POD, AXES), *shapes, shaped)
         step = jaxoverlap.Overlapped(trained(loss), Options(halves=2, never_slower=False))
         compiled = step.lower(*args).compile()
-        assert compiled.plan.cut and compiled.simulate().step_s > 0
+        assert compiled.plan.split and compiled.simulate().step_s > 0
 
     @pytest.mark.parametrize("unroll", [1, 2])
     def test_residuals_that_are_offloaded_compile_in_halves(self, unroll: int):
@@ -128,7 +128,7 @@ class TestPods:
         options = Options(halves=2, unroll=unroll, never_slower=False)
         step = jaxoverlap.Overlapped(trained(loss), options)
         compiled = step.lower(params, at((16, 8, D), "data")).compile()
-        assert (compiled.plan.cut.parts, compiled.plan.cut.unroll) == (2, 1)
+        assert (compiled.plan.split.parts, compiled.plan.split.unroll) == (2, 1)
         assert compiled.memory_analysis().host_temp_size_in_bytes > 0
 
     def test_a_step_on_two_meshes_of_one_pod_is_simulated_on_it(self):
@@ -153,7 +153,7 @@ class TestPods:
         params = {"up": at((2, D, F), "data", "model"), "down": at((2, F, D), "model", "data")}
         mapped = jax.jit(jax.vmap(trained(loss), spmd_axis_name="replica"))
         plan = jaxoverlap.overlap(mapped, halves=2).explain(params, at((2, 8, 8, D), "data"))
-        assert plan.cut and plan.cut.rows == "dim 1 of argument 2"
+        assert plan.split and plan.split.rows == "dim 1 of argument 2"
 
 
 @pytest.mark.parametrize("explicit", [False, True], ids=["automatic", "explicit"])

@@ -238,7 +238,7 @@ def test_the_batch_is_split_on_an_explicit_mesh(mesh):
     step, arrays = jax.jit(jax.value_and_grad(loss)), arguments(mesh)
     overlapped = jaxoverlap.overlap(step, halves=2)
     plan = overlapped.explain(*arrays)
-    assert plan.cut and plan.cut.parts == 2
+    assert plan.split and plan.split.parts == 2
     pairs = zip(*map(jax.tree.leaves, (overlapped(*arrays), step(*arrays))), strict=True)
     for mine, plain in pairs:
         assert jax.typeof(mine) == jax.typeof(plain)
@@ -287,7 +287,7 @@ def test_an_explicit_mesh_gains_what_an_automatic_one_does():
         pod, step, args = gpt_on(kind)
         with jax.set_mesh(pod):
             plan = jaxoverlap.overlap(step, cluster="h100-sxm:8x8").explain(*args)
-        assert plan.cut and plan.price
+        assert plan.split and plan.price
         prices[kind] = plan.price
     auto, explicit = prices[AUTO], prices[EXPLICIT]
     assert explicit.step_s <= 1.03 * auto.step_s

@@ -74,8 +74,8 @@ def test_a_step_is_compared_with_plain_and_all_of_it_is_priced(compiled):
 
 
 def test_rows_are_cut_through_the_attention(compiled):
-    assert compiled.plan.cut, str(compiled.plan)
-    assert not any("attention" in name for name in compiled.plan.cut.mixing)
+    assert compiled.plan.split, str(compiled.plan)
+    assert not any("attention" in name for name in compiled.plan.split.mixing)
 
 
 def test_the_attention_is_named_and_left_alone(compiled):
@@ -90,7 +90,7 @@ def test_its_plan_is_followed_to_the_same_program(compiled):
     plan = Plan.from_json(compiled.plan.to_json())
     again = jaxoverlap.overlap(step, plan=plan).lower(*args)
     assert again.plan.entries == plan.entries
-    assert again.plan.cut == plan.cut
+    assert again.plan.split == plan.split
 
 
 # -- explicit axes --------------------------------------------------------------------------------

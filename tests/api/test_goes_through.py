@@ -56,7 +56,7 @@ def test_halves_of_a_boolean_matmul_are_joined_by_or():
     seen, wanted = (array((16, 32), "data", None, seed=s) > 0.5 for s in (2, 3))
     w = array((32, 64), None, "model")
     overlapped = jaxoverlap.overlap(jax.jit(step), halves=2)
-    assert not overlapped.explain(seen, wanted, w).halves.why_not
+    assert overlapped.explain(seen, wanted, w).split
     np.testing.assert_array_equal(overlapped(seen, wanted, w)[0], jax.jit(step)(seen, wanted, w)[0])
 
 
@@ -141,9 +141,9 @@ def test_what_jnp_traces_by_itself_is_named_by_the_users_line():
         return (y @ w).sum() + (x @ w).sum()
 
     x, w = array((16, 32), "data", None), array((32, 64), None, "model")
-    (mixing,) = jaxoverlap.overlap(jax.jit(step), halves=2).explain(x, w).halves.mixing
+    notes = jaxoverlap.overlap(jax.jit(step), halves=2).explain(x, w).notes
     line = step.__code__.co_firstlineno + 1
-    assert mixing == f"cumsum (api/test_goes_through.py:{line})"
+    assert f"  Parts are joined for cumsum (api/test_goes_through.py:{line})." in notes
 
 
 def test_a_wrong_sharding_is_refused_by_the_arguments_name():

@@ -166,4 +166,5 @@ def test_the_gradient_of_a_lookup_is_named_by_its_line(mesh):
     step = jax.jit(jax.grad(loss), out_shardings=table.sharding)
     plan = jaxoverlap.overlap(step).explain(table, tokens)
     here = line_with("x = jnp.take(table, tokens")
-    assert [s.source.split("/")[-1] for s in plan.scattered] == [here]
+    (scattered,) = plan.applied
+    assert f"/{here} is scattered over " in scattered

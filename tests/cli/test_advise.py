@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from jaxoverlap.cli.advise import advice
-from jaxoverlap.plan.layouts import Layouts, PinnedResult
+from jaxoverlap.search.layouts import Layouts, PinnedResult
 from tests.support.command import run
 from tests.support.pods import needs_plugin
 

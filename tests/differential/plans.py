@@ -79,7 +79,7 @@ def program(overlapped: Overlapped, step: Drawn) -> dict[str, str]:
         "module": hashlib.sha256(lowered.as_text().encode()).hexdigest(),
         "options": repr(sorted(plan.xla_options.items())) if plan else "",
         "schedule": repr(plan.schedule) if plan else "",
-        "rows": repr(plan.cut and (plan.cut.parts, plan.cut.unroll)) if plan else "",
+        "rows": repr(plan.split and (plan.split.parts, plan.split.unroll)) if plan else "",
     }
 
 

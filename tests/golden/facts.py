@@ -17,8 +17,10 @@ import jaxoverlap
 from benchmarks.pods.suite import SCHEDULED, STEPS
 from jaxoverlap import Plan
 from jaxoverlap._jax import partitioner
+from jaxoverlap.plan.edits import ScatterLookup
 from tests.differential.plans import REFUSALS, Drawn, drawn
 
+_AHEAD = "run one step of their scan ahead"
 _NAME = re.compile(r"^module @\S+", re.MULTILINE)  # it counts the programs of a process
 
 Facts = dict[str, Any]
@@ -52,14 +54,15 @@ def facts(step: Drawn) -> Facts:
 
 def of_plan(plan: Plan) -> Facts:
     """Count what a plan changes, and read its settings."""
-    pins = plan.layouts.pins if plan.layouts else ()
     return {
         "matmuls": len(plan.entries),
         "rings": sum(d.num_chunks > 1 for d in plan.decisions),
-        "gathered ahead": plan.prefetched,
-        "scattered": [len(plan.scattered), len(plan.sums)],
-        "pins": len(pins),
-        "parts": plan.cut.parts if plan.cut else 1,
+        "gathered ahead": next(
+            (int(line.split()[0]) for line in plan.applied if _AHEAD in line), 0
+        ),
+        "scattered": sum(isinstance(edit, ScatterLookup) for edit in plan.edits),
+        "pins": len(plan.pins),
+        "parts": plan.split.parts if plan.split else 1,
         "options": dict(sorted(plan.xla_options.items())),
         "schedule": repr(plan.schedule),
     }

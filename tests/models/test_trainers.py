@@ -309,5 +309,5 @@ def test_ragged_experts_are_split_and_keep_their_losses():
             made.append(float(metrics["loss"]))
         losses.append(made)
     state = jax.device_put(start, moe.RECIPE.state_shardings(config, mesh))
-    assert split.explain(state, batch_of(0)).cut
+    assert split.explain(state, batch_of(0)).split
     np.testing.assert_allclose(*losses, rtol=1e-4)

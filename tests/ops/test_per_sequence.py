@@ -12,7 +12,6 @@ from jax.sharding import PartitionSpec as P
 
 import jaxoverlap
 from jaxoverlap import Plan, overlap, per_sequence
-from jaxoverlap.plan.halves import Halves
 from models import ragged
 from tests.support.ragged import arrays, mixture_step, on_cpu
 
@@ -95,7 +94,7 @@ def test_a_mixture_of_experts_is_split_and_computes_what_it_did(factor):
         return p, arrays(x)
 
     split = overlap(alone, halves=2, layouts=None)
-    assert split.explain(*args()).cut
+    assert split.explain(*args()).split
     mine, theirs = args(), args()
     for one, other in zip(*map(jax.tree.leaves, (split(*mine), plain(*theirs))), strict=True):
         np.testing.assert_allclose(one, other, rtol=1e-4, atol=1e-5)
@@ -138,7 +137,7 @@ def test_on_either_kind_of_mesh_a_plan_of_the_split_step_is_followed(kind):
         step, *args = sparse_step(mesh)
         split = overlap(step, halves=2)
         plan = split.explain(*args)
-        assert plan.cut
+        assert plan.split
         again, _, _ = sparse_step(mesh)  # another function of the same text
         followed = overlap(again, plan=Plan.from_json(plan.to_json()))
         for other in (split, followed):
@@ -168,9 +167,12 @@ def test_a_function_that_does_otherwise_for_half_a_batch_runs_on_all_of_it():
 
 
 def test_explain_names_it_where_a_shard_map_joins_the_batch():
-    joined = Halves(parts=2, why_not="it is slower", mixing=("shard_map (a.py:1)",))
-    assert "jaxoverlap.per_sequence" in joined.lines[-1]
-    assert len(Halves(parts=2, why_not="it is slower", mixing=("sort (a.py:1)",)).lines) == 1
+    on_cpu()
+    mesh = jax.make_mesh((2, 4), ("data", "expert"), axis_types=(AxisType.Auto,) * 2)
+    for alone in (False, True):
+        step, shapes, x = mixture_step(mesh, alone=alone, batch=16, attention=2)
+        plan = overlap(step, halves=2, layouts=None).explain(arrays(shapes, scale=0.3), arrays(x))
+        assert any("jaxoverlap.per_sequence" in note for note in plan.notes) != alone, plan.notes
 
 
 def test_it_is_public():

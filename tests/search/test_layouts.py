@@ -64,20 +64,26 @@ def plan(args):
 
 
 def test_a_step_without_constraints_is_repaired(plan):
-    assert plan.layouts.step_s < 0.9 * plan.layouts.plain_s
-    assert plan.layouts.peak_bytes <= 1.05 * plan.layouts.plain_peak_bytes
-    assert f"{len(plan.layouts.pins)} results are pinned" in str(plan)
-    scores = [pin for pin in plan.layouts.pins if f"{N},{S},{S}]" in pin.type]
+    assert plan.price.saved_s["layouts"] > 0.1 * plan.price.plain_s
+    assert f"{len(plan.pins)} results are pinned" in str(plan)
+    scores = [note for note in plan.notes if f"{N},{S},{S}] at " in note]
     assert scores, str(plan)
-    assert all(pin.spec == (("fsdp",), ("tp",), (), ()) for pin in scores)
+    assert all(" to (fsdp, tp, None, None)" in note for note in scores)
+
+
+def test_advice_is_what_a_plan_pins(plan, args):
+    layouts = jaxoverlap.overlap(jax.jit(step), cluster=POD).advise(*args)
+    assert layouts and layouts.lines == [*plan.notes[: len(layouts.lines)]]
+    assert layouts.step_s < 0.9 * layouts.plain_s
+    assert layouts.peak_bytes <= 1.05 * layouts.plain_peak_bytes
 
 
 def test_a_plan_keeps_the_layouts_and_is_followed_without_a_search(plan, args, monkeypatch):
     again = jaxoverlap.Plan.from_json(plan.to_json())
-    assert again.layouts == plan.layouts
+    assert again.pins == plan.pins and again.notes == plan.notes
     monkeypatch.setattr("jaxoverlap.search.found.search", pytest.fail)
     followed = jaxoverlap.overlap(jax.jit(step), plan=again, cluster=POD).explain(*args)
-    assert followed.layouts == plan.layouts
+    assert followed.pins == plan.pins and followed.notes == plan.notes
 
 
 def test_a_layout_that_xla_refuses_is_not_taken(args, monkeypatch):
@@ -92,14 +98,14 @@ def test_a_layout_that_xla_refuses_is_not_taken(args, monkeypatch):
     asked: list[object] = []
     monkeypatch.setattr("jaxoverlap.step.context.partitioned", refusing)
     fresh = jax.jit(lambda *given: step(*given))  # what was found for another is remembered
-    layouts = jaxoverlap.overlap(fresh, cluster=POD).explain(*args).layouts
-    assert layouts.pins == ()
+    layouts = jaxoverlap.overlap(fresh, cluster=POD).advise(*args)
+    assert layouts and layouts.pins == ()
     assert layouts.questions > 0
 
 
 def test_layouts_can_be_left_to_xla(args):
-    left = jaxoverlap.overlap(jax.jit(step), cluster=POD, layouts=None).explain(*args)
-    assert left.layouts is None
+    left = jaxoverlap.overlap(jax.jit(step), cluster=POD, layouts=None)
+    assert left.advise(*args) is None and not left.explain(*args).pins
 
 
 def test_results_lie_as_in_the_plain_step(args):
@@ -148,6 +154,6 @@ def test_no_layout_is_asked_about_where_xla_would_end_the_process(mesh, groups: 
         shape(1024, 4096, spec=P("fsdp", "tp")),
     )
     x = shape(16, 64, 32, 32, spec=P("fsdp"))
-    layouts = jaxoverlap.overlap(step, cluster=POD).explain(weights, x).layouts
+    layouts = jaxoverlap.overlap(step, cluster=POD).advise(weights, x)
     assert layouts and (layouts.questions > 0) == asks
     assert ("no layout was tried" in str(layouts.lines)) != asks

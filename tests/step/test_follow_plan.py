@@ -134,12 +134,12 @@ OPTIONS = {
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
 def test_the_same_step_comes_out_again(tmp_path, options):
     plan = same_again(tmp_path, overlap(train_step(), **options), *arguments())
-    assert len(plan.entries) == (18 if plan.halves and not plan.halves.why_not else 9)
+    assert len(plan.entries) == (18 if plan.split else 9)
     if "skip" in options or isinstance(options.get("granularity"), dict):
         assert any(skip.chosen for skip in plan.skips) and plan.decisions
     if "cluster" in options and "halves" in options:
         assert any("more than matmul" in s.reason for s in plan.skips)
-    if not plan.layouts and options.get("fsdp") == "ring":
+    if not plan.pins and options.get("fsdp") == "ring":
         assert not any(isinstance(edit, GatherAhead) for edit in plan.edits)
 
 
@@ -165,7 +165,8 @@ def test_sums_that_stay_scattered(tmp_path):
     x = jax.ShapeDtypeStruct((BATCH, SEQ, HIDDEN), "float32", sharding=at(MESH, "data"))
     step, args = jax.jit(jax.grad(mlp)), ([(up, down)] * 2, x)
     plan = same_again(tmp_path, overlap(step), *args)
-    assert plan.sums and all(s.axes[-1] == "model" for s in plan.sums)
+    scattered = [d for d in plan.decisions if "an all-reduce, scattered" in d.why]
+    assert scattered and all(d.axis == "model" for d in scattered)
 
 
 @pytest.mark.parametrize("variant", [None, "two_way", "sliced x 2"])
@@ -693,6 +694,6 @@ def test_a_plan_that_leaves_lookups_whole_is_followed(tmp_path, tied):
     plan.write(tmp_path / "plan.json")
     follows = overlap(step, plan=tmp_path / "plan.json")
     assert follows.explain(*args).entries == plan.entries
-    assert follows.explain(*args).scattered == plan.scattered
+    assert follows.explain(*args).applied == plan.applied
     tuning = jaxoverlap.Tuning(budget_s=1, cache=str(tmp_path), show=False)
     assert overlap(step, tune=tuning).lower(*args).plan is not None

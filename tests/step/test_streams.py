@@ -24,32 +24,28 @@ def explained(pod: str = POD, rows: int = 16384, wide: int = 4096, **options) ->
 
 def test_a_step_whose_links_are_both_busy_gets_a_second_stream():
     plan = explained()
-    assert plan.streams and not plan.streams.why_not
-    assert plan.streams.two_s < 0.99 * plan.streams.one_s
     assert plan.xla_options[OPTION] == "scale_up_fabric"
-    assert plan.price and plan.price.saved_s["streams"] > 0
-    assert plan.price.step_s == pytest.approx(plan.streams.two_s)
+    assert plan.price and plan.price.saved_s["streams"] > 0.01 * plan.price.step_s
     assert "Collectives over NVLink have a stream of their own: " in str(plan)
 
 
 def test_a_step_that_gains_less_than_a_hundredth_keeps_one():
     plan = explained(rows=1 << 19)  # compute hides it all
-    assert plan.streams and "a second one gains" in plan.streams.why_not
     assert OPTION not in plan.xla_options
-    assert f"All collectives share one stream: {plan.streams.why_not}." in str(plan)
+    assert "All collectives share one stream: a second one gains " in str(plan)
 
 
 def test_where_nvlink_reaches_all_there_is_nothing_to_say():
     plan = explained("h100-sxm:1x16", **BUSY)
-    assert plan.streams is None and "stream of their own" not in str(plan)
+    assert "stream of their own" not in str(plan) and "one stream" not in str(plan)
 
 
 def test_one_stream_may_be_asked_for(monkeypatch):
     plan = explained(streams="one")
-    assert plan.streams and plan.streams.why_not == "streams='one' is set"
+    assert "All collectives share one stream: streams='one' is set." in plan.notes
     monkeypatch.setenv(STREAMS_VARIABLE, "one")
     forced = explained()
-    assert forced.streams and forced.streams.why_not == f"{STREAMS_VARIABLE}=one is set"
+    assert f"All collectives share one stream: {STREAMS_VARIABLE}=one is set." in forced.notes
     assert OPTION not in plan.xla_options and OPTION not in forced.xla_options
 
 
@@ -71,7 +67,7 @@ def test_a_plan_brings_its_streams_and_its_step_runs_on_them():
     overlapped = jaxoverlap.overlap(step, cluster=POD, plan=plan)
     with pytest.raises(ValueError, match="streams beside plan="):
         jaxoverlap.overlap(step, plan=plan, streams="one")
-    assert overlapped.explain(*args).streams == plan.streams
+    assert overlapped.explain(*args).notes == plan.notes
     streams = {c.stream for c in audit(overlapped.lower(*args).compile()).collectives}
     assert {0, 3} <= streams
 

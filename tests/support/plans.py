@@ -25,7 +25,6 @@ from jaxoverlap.plan.plan import (
     Nccl,
     Plan,
     Predictions,
-    ScatteredSum,
     Schedule,
     Skip,
     Variant,
@@ -148,7 +147,6 @@ MADE_FOR = MadeFor(
 
 TUNED = msgspec.structs.replace(
     PLAN,
-    sums=(ScatteredSum(site=5, dim=1, axes=("data", "model")),),
     edits=(
         Pin(site=0, spec=(("data",), ())),
         SplitBatch(site=3, operand=0, dim=0, parts=2, shards=2),

@@ -13,10 +13,17 @@ from msgspec.structs import replace as replaced
 
 from jaxoverlap.passes.analysis.errors import RewriteError
 from jaxoverlap.passes.scheduling.scheduler import Scheduler
-from jaxoverlap.plan.edits import EarlyMove, EditedMatmul, GatherAhead, MakeRing, ReadGathered
+from jaxoverlap.plan.edits import (
+    EarlyMove,
+    EditedMatmul,
+    GatherAhead,
+    MakeRing,
+    ReadGathered,
+    SplitBatch,
+)
 from jaxoverlap.plan.evaluation import Evaluation, Times, Waited
-from jaxoverlap.plan.halves import Halves
 from jaxoverlap.plan.plan import Decision, Plan, Reason, Schedule, Skip, Variant
+from jaxoverlap.plan.trail import Proposed
 from jaxoverlap.search import compiled
 from jaxoverlap.search.candidate import Candidate
 from jaxoverlap.search.compiled import Compiler
@@ -240,7 +247,7 @@ def test_out_of_time_the_first_two_are_still_tried(tmp_path):
 
     def lower(one: Candidate) -> Any:
         result, followed = step.lower(one)
-        return result, followed and replaced(followed, halves=HALVES, prefetched=1)
+        return result, followed and replaced(followed, trail=(ESTIMATED,))
 
     searcher = search(step, tmp_path, lower=lower, deadline=time.monotonic())
     assert searcher.run().stage == RULES
@@ -270,9 +277,8 @@ def every(*sites: int) -> GranularityModel:
 
 
 def test_seeds_are_what_the_rules_leave_open():
-    rules = plan(
-        ring(1), left(2), left(3, Reason("no collective")), prefetched=2, xla_options={"a": "1"}
-    )
+    rules = plan(ring(1), left(2), left(3, Reason("no collective")), xla_options={"a": "1"})
+    rules = replaced(rules, edits=(*rules.edits, GatherAhead()))
     source_of = {c.stage: c.plan for c in seeds(BASE, rules, decide, model=every(1, 2))}
     assert set(source_of) == {
         *("no rings", "all rings", "others sliced x 2", "others sliced x 4"),
@@ -318,34 +324,39 @@ def test_seeds_for_what_nothing_waits_for_come_last():
         assert order[0] == first and len(order) == 4
 
 
-HALVES = Halves(parts=2, unroll=2, whole_s=8.0, step_s=7.0)
+SPLIT = SplitBatch(site=0, operand=0, dim=0, parts=2, unroll=2)
+ESTIMATED = Proposed(stage="batch split", evaluation=Evaluation(step_s=7.0))
+REFUSED = Proposed(stage="batch split", evaluation=Evaluation(refusal="no dim"), why_not="no dim")
 
 
 @pytest.mark.parametrize(
-    ("halves", "base", "expected"),
+    ("trail", "edits", "base", "expected"),
     [
-        (None, BASE, set()),
-        (Halves(parts=2, why_not="mesh axes tp are explicit"), BASE, set()),
+        ((), (), BASE, set()),
+        ((REFUSED,), (), BASE, set()),
         (
-            HALVES,
+            (ESTIMATED,),
+            (SPLIT,),
             replace(BASE, halves=2, unroll=2),
             {"no batch split", "2 parts", "2 parts, unrolled 4 times", "4 parts"},
         ),
         (
-            Halves(parts=2, whole_s=7.0, step_s=8.0, why_not="the step is faster with whole rows"),
+            (ESTIMATED,),
+            (),
             replace(BASE, halves=None),
             {"2 parts", "2 parts, unrolled 2 times", "4 parts", "2 parts, unrolled 4 times"},
         ),
     ],
 )
-def test_rows_are_cut_in_other_ways_where_they_can_be(halves, base, expected):
+def test_rows_are_cut_in_other_ways_where_they_can_be(trail, edits, base, expected):
     given = list[Options]()
 
     def decided(name: str, options: Options) -> Candidate:
         given.append(options)
         return decide(name, options)
 
-    candidates = [*rows(base, plan(ring(1), halves=halves), decided)]
+    rules = plan(ring(1), trail=trail)
+    candidates = [*rows(base, replaced(rules, edits=(*edits, *rules.edits)), decided)]
     assert {c.stage for c in candidates} == expected
     assert len(given) == len(expected) and base not in given
 
@@ -359,14 +370,17 @@ def test_whole_plans_are_compiled_only_where_they_may_be_the_fastest(tmp_path):
             step_s += options.unroll == 4
             number = 1 + len(split)
             split.append(name)
-            split_plan = plan(ring(1), schedule=SCHEDULE, halves=HALVES)
             mark = replaced(edit(1), written=number)
-            split_plan = replaced(split_plan, edits=(mark,))
+            split_plan = plan(ring(1), schedule=SCHEDULE, trail=(ESTIMATED,))
+            split_plan = replaced(split_plan, edits=(SPLIT, mark))
             return Candidate.planned(name, split_plan, evaluation=Evaluation(step_s=step_s))
 
         def lower(self, one: Candidate) -> Any:
             result, followed = super().lower(one)
-            return result, followed and replaced(followed, halves=HALVES)
+            if followed is None:
+                return result, None
+            edits = (SPLIT, *followed.edits)
+            return result, replaced(followed, trail=(ESTIMATED,), edits=edits)
 
     split: list[str] = []
     searcher = search(Parts({1: WAYS}), tmp_path)

@@ -174,7 +174,7 @@ def race(host: Host, *, case: str, runs: int) -> dict[str, Any]:
 def _told(plan: jaxoverlap.Plan) -> str:
     """Say in a few words what a plan does."""
     variants = sorted({str(decision.variant) for decision in plan.decisions})
-    parts = f"rows in {plan.cut.parts} parts" if plan.cut else ""
+    parts = f"rows in {plan.split.parts} parts" if plan.split else ""
     rings = f"{len(plan.decisions)} matmuls {', '.join(variants)}" if variants else ""
     return "; ".join(filter(None, (parts, rings))) or "as it is"
 

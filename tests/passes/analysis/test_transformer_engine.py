@@ -89,6 +89,6 @@ def test_an_overlapped_step_has_plains_numbers():
     step, x = jax.jit(jax.value_and_grad(loss_of)), at(values(8, S, D, seed=9), "data")
     overlapped = jaxoverlap.overlap(step, halves=2)
     got = overlapped(w, x)
-    assert overlapped.explain(w, x).cut
+    assert overlapped.explain(w, x).split
     for ours, plain in zip(*map(jax.tree.leaves, (got, step(w, x))), strict=True):
         np.testing.assert_allclose(ours, plain, rtol=1e-4, atol=1e-6)

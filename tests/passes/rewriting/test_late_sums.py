@@ -101,7 +101,7 @@ def test_numbers_shardings_and_donation_are_the_plain_steps(kind, dtype, remat, 
     mine, theirs = arguments(mesh, dtype), arguments(mesh, dtype)
     plan = overlap(step, halves=halves).explain(*mine)
     late = proposed(step, *arguments(mesh_of(), dtype))
-    if plan.cut:  # two sums, one of each part
+    if plan.split:  # two sums, one of each part
         late = [msgspec.structs.replace(edit, cuts=edit.cuts * 2) for edit in late]
     types = [] if kind == AxisType.Auto or plan.edits else [DropTypes()]
     edits = in_order([*types, *plan.edits, *late])

@@ -14,6 +14,8 @@ from jax.sharding import PartitionSpec as P
 
 import jaxoverlap
 from jaxoverlap._jax import compat
+from jaxoverlap._util.text import human_bytes
+from jaxoverlap.flags.required import MOST_GATHERED
 from jaxoverlap.step.options import Options
 from tests.support.pods import marked
 from tests.support.pods import pytestmark as pods
@@ -71,6 +73,12 @@ def gathers_in(jaxpr: Any) -> int:
     return here + sum(gathers_in(inner) for e in jaxpr.eqns for inner in compat.jaxprs_in(e))
 
 
+def gathers_ahead(plan: jaxoverlap.Plan) -> int:
+    """Return how many gathers a plan says to run ahead."""
+    lines = [line for line in plan.applied if " run one step of their scan ahead" in line]
+    return int(lines[0].split()[0]) if lines else 0
+
+
 def compare(fn, arrays, **options) -> jaxoverlap.Plan:
     plain, overlapped = step_of(fn), jaxoverlap.overlap(step_of(fn), **options)
     got, wanted = overlapped(*arrays), plain(*arrays)
@@ -85,12 +93,12 @@ def test_both_ways_give_the_plain_numbers(fsdp: Any):
     assert not [s for s in plan.skips if not s.idle]
     gathered = [d for d in plan.decisions if d.kind == "all_gather_matmul"]
     if fsdp == "ring":
-        assert plan.prefetched == 0
+        assert gathers_ahead(plan) == 0
         assert max(d.num_chunks for d in gathered) == 8
     else:
-        assert plan.prefetched == 1 + 1  # up, which each body reads first; down hides behind it
+        assert gathers_ahead(plan) == 1 + 1  # up, which each body reads first; down hides behind it
         assert {d.num_chunks for d in gathered} == {1}
-        assert str(plan.prefetched) in str(plan)
+        assert plan.applied[0] in str(plan)
 
 
 def test_a_body_gathers_what_the_next_step_reads():
@@ -117,8 +125,8 @@ def test_whole_layers_are_gathered_ahead_with_the_plain_numbers(layer):
     for mine, theirs in pairs:
         np.testing.assert_allclose(mine, theirs, rtol=1e-5, atol=1e-6)
     plan = step.explain(*arrays)
-    assert (plan.prefetched, plan.joined_bytes) == (4, 2 * D * F * 4)  # in f32
-    assert "all of a layer's in one" in str(plan)
+    assert gathers_ahead(plan) == 4
+    assert f"all of a layer's in one ({human_bytes(2 * D * F * 4)})" in str(plan)  # in f32
     for scan in scans(step.trace(*arrays).jaxpr):
         body = scan.params["jaxpr"]
         num_consts, num_carry = compat.scan_counts(scan)
@@ -126,7 +134,7 @@ def test_whole_layers_are_gathered_ahead_with_the_plain_numbers(layer):
         assert sorted(carry) == sorted([(), (D, F), (F, D), (B, D)])
         assert gathers_in(body) == 2, "both for the next step"
     followed = jaxoverlap.overlap(step_of(fn), plan=plan)
-    assert followed.explain(*arrays).joined_bytes == plan.joined_bytes
+    assert followed.explain(*arrays).applied == plan.applied
 
 
 @marked(pods)
@@ -145,7 +153,8 @@ def test_a_layer_that_is_gathered_ahead_is_one_all_gather_in_each_iteration():
     )
     compiled = step.lower(weights, x).compile()
     plan = compiled.plan
-    assert plan.joined_bytes == 2 * width * hidden * 2 and not plan.cut
+    joined = str(2 * width * hidden * 2)
+    assert plan.xla_options[MOST_GATHERED] == joined and not plan.split
     spent = [s.collective for s in compiled.simulate().spent]
     gathers = [c for c in spent if c.kind == "all-gather"]
     sent = 2 * width * hidden * 2 * 63 // 64
@@ -156,7 +165,7 @@ def test_a_layer_that_is_gathered_ahead_is_one_all_gather_in_each_iteration():
 
 def test_one_layer_has_none_ahead():
     plan = compare(jax.value_and_grad(loss), arguments(layers=1))
-    assert plan.prefetched == 0
+    assert gathers_ahead(plan) == 0
 
 
 def test_a_weight_that_is_read_as_it_is_too():
@@ -168,7 +177,7 @@ def test_a_weight_that_is_read_as_it_is_too():
         x, _ = jax.lax.scan(step, x, weights)
         return jnp.mean(x**2)
 
-    assert compare(jax.value_and_grad(fn), arguments()).prefetched >= 1
+    assert gathers_ahead(compare(jax.value_and_grad(fn), arguments())) >= 1
 
 
 def test_gradient_accumulation_around_the_layers():
@@ -181,7 +190,7 @@ def test_gradient_accumulation_around_the_layers():
         parts = jax.lax.with_sharding_constraint(jnp.stack([x, x * 0.5]), at(P(None, "data")))
         return jax.lax.scan(microbatch, zero, parts)[0]
 
-    assert compare(fn, arguments()).prefetched == 2
+    assert gathers_ahead(compare(fn, arguments())) == 2
 
 
 def test_activations_are_not_gathered_ahead():

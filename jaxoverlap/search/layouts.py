@@ -105,10 +105,10 @@ class Layouts(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
 
     @property
     def lines(self) -> list[str]:
-        """The lines that are printed below the table of a plan's matmuls."""
+        """The lines of a plan's notes."""
         pins = Counter(f"{p.type} at {p.source} to {p.layout}{p.gain}" for p in self.pins)
         equal = (f"{pin}, {n} times" if n > 1 else pin for pin, n in pins.items())
-        return [f"  {self.gain}", *(f"    {x}" for x in (*equal, *self.kept, *self.remarks))]
+        return [self.gain, *(f"  {x}" for x in (*equal, *self.kept, *self.remarks))]
 
     @property
     def remarks(self) -> list[str]:
