@@ -1,7 +1,7 @@
 """Apply edits to a step, one kind after the other: `overlap(plan=)` is this and nothing else.
 
-    step --[DropTypes]--> --[GatherTable, Pin, PinResults]--> --[MoveFirst]-->
-         --[SplitBatch, Pin]--> --[ScatterLookup]--> --[MakeRing, ReadGathered]-->
+    step --[DropTypes]--> --[PinArgument, PinValue]--> --[GatherTable, Pin, PinResults]-->
+         --[MoveFirst]--> --[SplitBatch, Pin]--> --[ScatterLookup]--> --[MakeRing, ReadGathered]-->
          --[GatherAhead]--> --[SumLate]--> --[SplitExchange]--> --[ShareViews]-->
 
 Edits that follow each other and are of one pass are applied together (`registry.PASSES`). Matmuls

@@ -9,7 +9,7 @@ from typing import Any
 from jaxoverlap.passes.edited import EditedStep
 from jaxoverlap.passes.evaluated import Evaluated, Proposal
 from jaxoverlap.passes.halves import halve, split_exchange
-from jaxoverlap.passes.layouts import moved_first, pins, tied
+from jaxoverlap.passes.layouts import moved_first, pins, tied, values
 from jaxoverlap.passes.rewriting import (
     drop_types,
     embedding_gradients,
@@ -26,7 +26,9 @@ from jaxoverlap.plan.edits import (
     MakeRing,
     MoveFirst,
     Pin,
+    PinArgument,
     PinResults,
+    PinValue,
     ReadGathered,
     ScatterLookup,
     ShareViews,
@@ -60,6 +62,7 @@ class RegisteredPass:
 
 PASSES = (
     RegisteredPass("types dropped", (DropTypes,), drop_types.run),
+    RegisteredPass("values pinned", (PinArgument, PinValue), values.run),
     RegisteredPass("tied tables", (GatherTable,), tied.run, tied.propose),
     RegisteredPass("pins", (Pin,), pins.run),
     RegisteredPass("results pinned", (PinResults,), pin_results.run),

@@ -62,6 +62,42 @@ class GatherTable(_Edit, frozen=True, kw_only=True):
         return f"gather {self.name} once {where}"
 
 
+class PinArgument(_Edit, frozen=True, kw_only=True):
+    """An argument of the step is constrained to a sharding, for all that reads it.
+
+    Attributes:
+        argument, name: the number of the step's argument, and its name.
+        spec: the sharding.
+    """
+
+    argument: int
+    name: str
+    spec: Spec
+
+    def __str__(self) -> str:
+        return f"pin argument {self.name} to {_text(self.spec)}"
+
+
+class PinValue(_Edit, frozen=True, kw_only=True):
+    """The first result of an equation that is no matmul is constrained to a sharding.
+
+    Attributes:
+        body, position: the number of the jaxpr (the step, or what a loop or remat runs) that makes
+            the value, and of the equation in it.
+        source, value: the line that makes it, and its type.
+        spec: the sharding.
+    """
+
+    body: int
+    position: int
+    source: str
+    value: str
+    spec: Spec
+
+    def __str__(self) -> str:
+        return f"pin {self.value} at {self.source} to {_text(self.spec)}"
+
+
 class Pin(_Edit, frozen=True, kw_only=True):
     """A matmul's result is constrained to a sharding.
 
@@ -313,14 +349,15 @@ class ShareViews(_Edit, frozen=True, kw_only=True):
 
 
 Edit = (
-    DropTypes | GatherTable | Pin | PinResults | MoveFirst | SplitBatch | ScatterLookup
-    | ReadGathered | MakeRing | GatherAhead | SumLate | SplitExchange | ShareViews
+    DropTypes | PinArgument | PinValue | GatherTable | Pin | PinResults | MoveFirst | SplitBatch
+    | ScatterLookup | ReadGathered | MakeRing | GatherAhead | SumLate | SplitExchange | ShareViews
 )  # fmt: skip
 
 
 # The order of edits. Pins stand before a batch split, and after it for the matmuls of its parts.
 ORDER: tuple[tuple[type[_Edit], ...], ...] = (
     (DropTypes,),
+    (PinArgument, PinValue),
     (GatherTable, Pin, PinResults),
     (MoveFirst,),
     (SplitBatch,),
@@ -332,7 +369,7 @@ ORDER: tuple[tuple[type[_Edit], ...], ...] = (
     (SplitExchange,),
     (ShareViews,),
 )
-_AFTER_SPLIT = 4
+_AFTER_SPLIT = 5
 LAYOUTS = tuple(kind for kinds in ORDER[: _AFTER_SPLIT - 1] for kind in kinds)
 """The kinds of edits that come before a batch split and before rings."""
 # Plans number matmuls as they are before these.

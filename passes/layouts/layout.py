@@ -66,7 +66,15 @@ def starts(
         dims: its named dims.
         sizes: devices along each mesh axis.
     """
-    weights, batch = _sharded_names(jaxpr, arguments, dims)
+    yield from combined(*sharded_names(jaxpr, arguments, dims), sizes)
+
+
+def combined(
+    weights: Mapping[str, tuple[Name, ...]],
+    batch: Mapping[str, tuple[Name, ...]],
+    sizes: Mapping[str, int],
+) -> Iterator[Layout]:
+    """Yield the layouts with each axis on names of the batch first, or on names of the weights."""
     orders = []
     for axis, size in sizes.items():
         one, other = weights.get(axis, ()), batch.get(axis, ())
@@ -76,7 +84,7 @@ def starts(
         yield dict(chosen)
 
 
-def _sharded_names(
+def sharded_names(
     jaxpr: Any, arguments: Sequence[Spec | None], dims: DimNames
 ) -> tuple[dict[str, tuple[Name, ...]], dict[str, tuple[Name, ...]]]:
     """Return for each axis the names that it shards in the weights, and in the other arguments.
