@@ -135,6 +135,7 @@ def sliced_accumulation(mesh: Mesh, expert: bool) -> Built:
 
     def step(weights: Any, batch: Any) -> Any:
         rows = batch.shape[0] // microbatches
+        parts = batch
         if expert:
             parts = at(mesh, batch.reshape(microbatches, rows, *batch.shape[1:]), None, "fsdp")
 
@@ -142,7 +143,7 @@ def sliced_accumulation(mesh: Mesh, expert: bool) -> Built:
             if expert:
                 part = lax.dynamic_index_in_dim(parts, number, keepdims=False)
             else:
-                part = lax.dynamic_slice_in_dim(batch, number * rows, rows)
+                part = lax.dynamic_slice_in_dim(parts, number * rows, rows)
             return jax.tree.map(jnp.add, total, jax.grad(loss)(weights, part))
 
         zeros = jax.tree.map(jnp.zeros_like, weights)

@@ -51,7 +51,7 @@ def advice(layouts: Layouts) -> list[str]:
     """
     from jaxoverlap.search.layouts import spec_text
 
-    lines = [layouts.gain, *map(str, layouts.kept), *layouts.remarks]
+    lines = [*layouts.repairs, layouts.gain, *map(str, layouts.kept), *layouts.remarks]
     printed = set[tuple[object, ...]]()
     for pin in layouts.pins:
         if (key := (pin.source, pin.type, pin.spec)) in printed:

@@ -67,11 +67,13 @@ class PinArgument(_Edit, frozen=True, kw_only=True):
 
     Attributes:
         argument, name: the number of the step's argument, and its name.
+        value: its type.
         spec: the sharding.
     """
 
     argument: int
     name: str
+    value: str
     spec: Spec
 
     def __str__(self) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -40,7 +40,7 @@ from jaxoverlap.search.records import (
     split_notes,
 )
 from jaxoverlap.search.search import Trail, gains, search, split_of
-from jaxoverlap.search.stages import stages_of
+from jaxoverlap.search.stages import LAYOUT_STAGES, stages_of
 from jaxoverlap.search.types import untyped
 from jaxoverlap.step.check_plan import applied
 from jaxoverlap.step.context import StepContext
@@ -57,7 +57,8 @@ def found(step: StepContext, options: Options) -> PassResult:
     """
     if why := unread(step.mesh):
         return _undecided(step, _terms(step, options), why)
-    step, trail = _searched(step, options)
+    step = untyped(step)
+    trail = _searched(step, options)
     goes_on = {row for one in trail.left for row in one.line}
     for row in trail.rows:  # answers stay in memory, for searches with other options
         if row not in goes_on and row.evaluated is not None:
@@ -70,22 +71,24 @@ def found(step: StepContext, options: Options) -> PassResult:
 
 
 def layouts_found(step: StepContext, options: Options) -> Layouts | None:
-    """Search as `found`, and return the layouts alone; None if they are not searched for.
+    """Search for layouts alone, for a step that stays as it is; None if none are searched for.
 
     Raises:
         RewriteError, ValueError: as `found`.
     """
-    if unread(step.mesh):
+    if unread(step.mesh) or not _lays_out(step := untyped(step), options):
         return None
-    step, trail = _searched(step, options)
-    return layouts_of(step, trail, trail.taken) if _lays_out(step, options) else None
+    trail = _searched(step, options, LAYOUT_STAGES)
+    return layouts_of(step, trail, trail.taken)
 
 
-def _searched(step: StepContext, options: Options) -> tuple[StepContext, Trail]:
-    step = untyped(step)
+def _searched(step: StepContext, options: Options, only: Collection[str] = ()) -> Trail:
+    """Search through the stages of a step, or some of them."""
     terms = _terms(step, options)
     evaluate = Evaluator(step, terms)
-    return step, search(evaluate.start(), stages_of(step, options, terms), evaluate)
+    stages = stages_of(step, options, terms)
+    stages = [stage for stage in stages if not only or stage.name in only]
+    return search(evaluate.start(), stages, evaluate)
 
 
 def _lays_out(step: StepContext, options: Options) -> bool:

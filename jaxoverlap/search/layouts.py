@@ -13,22 +13,23 @@ from jaxoverlap.plan.speedup import milliseconds
 
 
 class PinnedResult(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A matmul's result that is constrained to a sharding.
+    """A value that is constrained to a sharding: mostly a matmul's result.
 
     Attributes:
-        site: the matmul's id in the step.
-        source: its source line.
-        type: the type of the result.
+        site: the matmul's id in the step; None for a value that is no matmul's result.
+        source: its source line; the name of an argument.
+        type: the type of the value.
         part: which value of that line has this type in the forward pass, where a user can reach it:
-            the matmul's result, or an operand, whose cotangent the pinned result then is.
+            the matmul's result, or an operand, whose cotangent the pinned result then is; or an
+            argument of the step, or another value of the line.
         spec: the mesh axes on each of its dims, major to minor.
         gain_s: estimated seconds that this pin saves if all others stay; None if not estimated.
     """
 
-    site: int
+    site: int | None
     source: str
     type: str
-    part: Literal["result", "operand"] = "result"
+    part: Literal["result", "operand", "value", "argument"] = "result"
     spec: tuple[tuple[str, ...], ...]
     gain_s: float | None = None
 
@@ -73,7 +74,9 @@ class Layouts(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     layouts alone.
 
     Attributes:
-        pins: the pinned results, in the order of their matmuls.
+        pins: the pinned values: arguments, others that are no matmul's results, and results in the
+            order of their matmuls.
+        lost: what the user wrote so that the batch lost its sharding, in words; empty if nothing.
         kept: further edits of the layout that were proposed and accepted.
         plain_s, step_s: seconds of a step without these, and with them.
         plain_peak_bytes, peak_bytes: the estimated memory of a device.
@@ -87,6 +90,7 @@ class Layouts(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     """
 
     pins: tuple[PinnedResult, ...]
+    lost: tuple[str, ...] = ()
     kept: tuple[KeptEdit, ...] = ()
     plain_s: float
     step_s: float
@@ -108,7 +112,13 @@ class Layouts(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
         """The lines of a plan's notes."""
         pins = Counter(f"{p.type} at {p.source} to {p.layout}{p.gain}" for p in self.pins)
         equal = (f"{pin}, {n} times" if n > 1 else pin for pin, n in pins.items())
-        return [self.gain, *(f"  {x}" for x in (*equal, *self.kept, *self.remarks))]
+        return [*self.repairs, self.gain, *(f"  {x}" for x in (*equal, *self.kept, *self.remarks))]
+
+    @property
+    def repairs(self) -> list[str]:
+        """What was lost by how the step is written, and what its repair gains, in words."""
+        seconds = f"{milliseconds(self.plain_s)} as written, {milliseconds(self.step_s)} repaired"
+        return [f"{why[:1].upper()}{why[1:]} ({seconds}, estimated)." for why in self.lost]
 
     @property
     def remarks(self) -> list[str]:
@@ -132,7 +142,8 @@ class Layouts(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
         tried = f"{self.questions} layout{'s' * (self.questions != 1)} tried"
         if not self.changes:
             return f"XLA's layout stays: no other has a lower estimated time ({tried})."
-        pinned = f"{len(self.pins)} result{' is' if len(self.pins) == 1 else 's are'} pinned"
+        what = "result" if all(pin.site is not None for pin in self.pins) else "value"
+        pinned = f"{len(self.pins)} {what}{' is' if len(self.pins) == 1 else 's are'} pinned"
         return (
             f"{pinned if self.pins else 'The layout is edited'}: "
             f"{milliseconds(self.plain_s)} -> {milliseconds(self.step_s)} (estimated, before any "

@@ -18,10 +18,13 @@ from jaxoverlap.passes.layouts.propose import aborting_convolutions, pins_of
 from jaxoverlap.passes.planning.entries import described, source_of
 from jaxoverlap.plan.decisions import Decision, Reason, Skip, without_rings
 from jaxoverlap.plan.edits import (
+    Edit,
     GatherTable,
     MakeRing,
     MoveFirst,
     Pin,
+    PinArgument,
+    PinValue,
     SplitBatch,
 )
 from jaxoverlap.plan.speedup import milliseconds
@@ -61,8 +64,10 @@ def layouts_of(step: StepContext, trail: Trail, taken: Candidate) -> Layouts:
         return without_s - only_pins.seconds if without_s < math.inf else None
 
     layout = best.known.notes.get(Pin, {}) if pins else {}
+    values = [*map(_pinned_value, best.known.step.edits)]
     return Layouts(
-        pins=tuple(_pinned(jaxpr, pins, gain_s)),
+        pins=(*filter(None, values), *_pinned(jaxpr, pins, gain_s)),
+        lost=best.known.notes[PinValue].reasons if any(values) else (),
         kept=tuple(_kept(best)),
         plain_s=plain.seconds,
         step_s=best.seconds,
@@ -94,6 +99,20 @@ def _pinned(jaxpr: Any, pins: Pins, gain_s: Any) -> list[PinnedResult]:
         for dot in dots(jaxpr)
         if dot.index in pins
     ]
+
+
+def _pinned_value(edit: Edit) -> PinnedResult | None:
+    """Describe a pin of an argument, or of a value that is no matmul's result."""
+    if not isinstance(edit, PinArgument | PinValue):
+        return None
+    is_value = isinstance(edit, PinValue)
+    return PinnedResult(
+        site=None,
+        source=edit.source if is_value else edit.name,
+        type=edit.value,
+        part="value" if is_value else "argument",
+        spec=edit.spec,
+    )
 
 
 def _kept(best: Candidate) -> list[KeptEdit]:

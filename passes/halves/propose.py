@@ -64,7 +64,7 @@ def propose_unrolled(unroll: int, step: Evaluated) -> Iterator[Proposal]:
         and is_even(dot.eqn.outvars[0].aval.shape, spec, edited.mesh)
     ]
     unrolled = msgspec.structs.replace(split, unroll=unroll)
-    yield Proposal((unrolled, *pins), lambda edit: edit is split)
+    yield Proposal((unrolled, *pins), lambda edit: isinstance(edit, SplitBatch))
 
 
 def _none_divides(jaxpr: Any, dims: DimNames, candidates: list[BatchDim]) -> str:

@@ -8,26 +8,23 @@ change nothing are left out.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Collection, Iterator
 from typing import Any
 
 from jaxoverlap._jax import compat
-from jaxoverlap.passes.analysis.dims import DimNames, Name
+from jaxoverlap.passes.analysis.dims import DimNames
 from jaxoverlap.passes.analysis.einsum import Spec
-from jaxoverlap.passes.analysis.jaxprs import Body, Dot, bodies, equations
+from jaxoverlap.passes.analysis.jaxprs import Body, Dot, equations
 from jaxoverlap.passes.edited import EditedStep
 from jaxoverlap.passes.evaluated import Evaluated, Proposal
 from jaxoverlap.passes.layouts.layout import (
     Layout,
     by_size,
-    combined,
     neighbours,
-    sharded_names,
     spec_of,
     starts,
 )
-from jaxoverlap.passes.layouts.loops import Instead, batched, forgotten, indexed, values_read
+from jaxoverlap.passes.layouts.lost import NOTHING, Lost, lost_in
 from jaxoverlap.passes.layouts.pins import Pins, pinnable
 from jaxoverlap.passes.planning.entries import line_of
 from jaxoverlap.plan.edits import Edit, Pin, PinArgument, PinValue
@@ -53,63 +50,51 @@ class _Pinned:
             unpinned = self._step.unpinned
             yield from starts(unpinned.jaxpr, unpinned.arguments, self.dims, self.sizes)
 
-    def past_loops(self, known: Collection[Layout]) -> Iterator[Proposal]:
-        """Propose layouts that shard other dims than those which loops index, and their values."""
-        unpinned = self._step.unpinned
-        jaxpr, every = unpinned.jaxpr, bodies(unpinned.jaxpr)
-        weights, batch = sharded_names(jaxpr, unpinned.arguments, self.dims)
-        instead = indexed(every, self.dims)
-        once = (dot for dot in self.matmuls if dot.runs == 1)
-        at_once = dict.fromkeys(name for dot in once for name in batched(dot, self.dims))
-        layers = tuple(name for name in at_once if name in instead)
-        whole = () if batch else forgotten(jaxpr)
-        other = {axis: _without(names, instead) for axis, names in batch.items()}
-        if whole:
-            other = {axis: tuple(self.dims.of(whole[0])[:2]) for axis in self.sizes}
-        stacked = {axis: _unique((*layers, *names)) for axis, names in weights.items()}
-        if other == batch and stacked == weights:
-            return
-        made = [(body, n) for body, n in values_read(every, self.dims, instead, layers)]
-        for layout in combined(stacked, other, self.sizes):
-            if layout not in known:
-                values = [self._value(body, n, layout) for body, n in made]
-                arguments = [self._argument(jaxpr, v, layout) for v in whole]
-                proposal = self.proposal(layout)
-                yield replace(proposal, edits=(*arguments, *values, *proposal.edits))
-
-    def _spec(self, var: Any, layout: Layout) -> Spec:
-        return spec_of(self.dims.of(var), var.aval.shape, layout, self.sizes)
-
-    def _value(self, body: Body, position: int, layout: Layout) -> PinValue:
-        eqn = body.eqns[position]
-        out = eqn.outvars[0]
-        source = line_of(eqn, body.around)
-        kind = f"{out.aval.dtype}[{','.join(map(str, out.aval.shape))}]"
-        spec = self._spec(out, layout)
-        return PinValue(body=body.index, position=position, source=source, value=kind, spec=spec)
-
-    def _argument(self, jaxpr: Any, var: Any, layout: Layout) -> PinArgument:
-        number = jaxpr.invars.index(var)
-        name = compat.argument_names(jaxpr)[number]
-        return PinArgument(argument=number, name=name, spec=self._spec(var, layout))
-
     def pins(self, layout: Layout) -> dict[int, Spec]:
         """Return the pin of each result."""
         return {dot.index: self._spec(dot.eqn.outvars[0], layout) for dot in self.matmuls}
 
-    def proposal(self, layout: Layout) -> Proposal:
-        """Propose a layout instead of the one that a step has."""
-        pins = self.pins(layout)
-        return Proposal(edits_of(pins), lambda edit: isinstance(edit, Pin), {Pin: layout})
+    def proposal(self, layout: Layout, lost: Lost = NOTHING) -> Proposal:
+        """Propose a layout instead of the one that a step has.
+
+        Args:
+            layout: the layout.
+            lost: the values that are pinned to it besides the results of matmuls.
+        """
+        edits = (
+            *(self._argument(number, layout) for number in lost.arguments),
+            *(self._value(*value, layout) for value in lost.values),
+            *edits_of(self.pins(layout)),
+        )
+        return Proposal(edits, _is_pin, {Pin: layout, PinValue: lost})
+
+    def _spec(self, var: Any, layout: Layout) -> Spec:
+        return spec_of(self.dims.of(var), var.aval.shape, layout, self.sizes)
+
+    def _argument(self, number: int, layout: Layout) -> PinArgument:
+        jaxpr = self._step.unpinned.jaxpr
+        name, var = compat.argument_names(jaxpr)[number], jaxpr.invars[number]
+        spec = self._spec(var, layout)
+        return PinArgument(argument=number, name=name, value=_type(var), spec=spec)
+
+    def _value(self, body: Body, position: int, layout: Layout) -> PinValue:
+        eqn = body.eqns[position]
+        out = eqn.outvars[0]
+        return PinValue(
+            body=body.index,
+            position=position,
+            source=line_of(eqn, body.around),
+            value=_type(out),
+            spec=self._spec(out, layout),
+        )
 
 
-def _unique(names: Sequence[Name]) -> tuple[Name, ...]:
-    return tuple(dict.fromkeys(names))
+def _type(var: Any) -> str:
+    return f"{var.aval.dtype}[{','.join(map(str, var.aval.shape))}]"
 
 
-def _without(names: Sequence[Name], instead: Instead) -> tuple[Name, ...]:
-    """Return names of dims, with others in place of those that loops index."""
-    return _unique([new for name in names for new in instead.get(name) or (name,)])
+def _is_pin(edit: Edit) -> bool:
+    return isinstance(edit, Pin | PinArgument | PinValue)
 
 
 def edits_of(pins: Pins) -> tuple[Pin, ...]:
@@ -129,7 +114,9 @@ def propose_starts(step: Evaluated) -> Iterator[Proposal]:
         pinned = _Pinned(unpinned)
         layouts = [*pinned.starts()]
         yield from map(pinned.proposal, layouts)
-        yield from pinned.past_loops(layouts)
+        if lost := lost_in(unpinned, pinned.matmuls, pinned.dims):
+            for layout in lost.layouts:
+                yield pinned.proposal(layout, lost)
 
 
 def propose_neighbours(step: Evaluated) -> Iterator[Proposal]:
@@ -137,7 +124,8 @@ def propose_neighbours(step: Evaluated) -> Iterator[Proposal]:
     if (layout := step.notes.get(Pin)) is not None:
         pinned = _Pinned(step.step)
         names = by_size([dot.eqn.outvars[0] for dot in pinned.matmuls], pinned.dims)
-        yield from map(pinned.proposal, neighbours(layout, names))
+        lost = step.notes[PinValue]
+        yield from (pinned.proposal(other, lost) for other in neighbours(layout, names))
 
 
 def propose_mixes(step: Evaluated) -> Iterator[Proposal]:

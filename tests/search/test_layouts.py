@@ -73,7 +73,7 @@ def test_a_step_without_constraints_is_repaired(plan):
 
 def test_advice_is_what_a_plan_pins(plan, args):
     layouts = jaxoverlap.overlap(jax.jit(step), cluster=POD).advise(*args)
-    assert layouts and layouts.lines == [*plan.notes[: len(layouts.lines)]]
+    assert layouts and len(layouts.pins) == len(plan.pins)
     assert layouts.step_s < 0.9 * layouts.plain_s
     assert layouts.peak_bytes <= 1.05 * layouts.plain_peak_bytes
 

@@ -1,0 +1,234 @@
+"""Find where a step loses its batch's sharding, and the layouts that keep one there.
+
+    parts: [m@data, b, s] = reshape batch: [m*b@data, s]     # a loop indexes m: shard b
+    dynamic_slice batch: [B@data, s]  ->  [b, s]             # a loop slices B: shard b, or s
+    dot_general momentum: [l, i@data, j] ...                 # l matrices at once: shard l
+    batch: [B, s]                                            # it has no sharding: shard B, or s
+
+XLA's propagation keeps the batch's sharding on the major part of a dim that is split, and on a dim
+that a loop indexes; each iteration then gathers what it reads, and all devices compute all of it.
+Matmuls of stacked layers outside of a loop, as an optimizer's, need no collective where the layers
+are sharded. A batch without a sharding, as a numpy array is, is computed by all devices.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from jaxoverlap._jax import compat
+from jaxoverlap.passes.analysis.dims import DimNames, Name
+from jaxoverlap.passes.analysis.jaxprs import Body, Dot, bodies
+from jaxoverlap.passes.edited import EditedStep
+from jaxoverlap.passes.layouts.layout import (
+    Layout,
+    combined,
+    sharded_names,
+    starts,
+    weights_of,
+)
+from jaxoverlap.passes.planning.entries import line_of
+
+_SLICE, _UPDATE = "dynamic_slice", "dynamic_update_slice"
+_LOOPS = ("scan", "while")
+_BATCH_DIMS = 2  # dims of an unsharded batch that may be sharded: its sequences, and their tokens
+
+_Instead = Mapping[Name, tuple[Name, ...]]
+_Names = Mapping[str, tuple[Name, ...]]
+
+
+@dataclass(frozen=True)
+class Lost:
+    """The layouts that keep a batch sharded, and the values that they pin besides matmuls' results.
+
+    Attributes:
+        layouts: the layouts.
+        arguments: the numbers of arguments that have no sharding.
+        values: the other values: the bodies that make them, and the positions of the equations.
+        reasons: what the user wrote, and what it costs, in words.
+    """
+
+    layouts: tuple[Layout, ...] = ()
+    arguments: tuple[int, ...] = ()
+    values: tuple[tuple[Body, int], ...] = ()
+    reasons: tuple[str, ...] = ()
+
+
+NOTHING = Lost()
+
+
+def lost_in(step: EditedStep, matmuls: Sequence[Dot], dims: DimNames) -> Lost | None:
+    """Return where a step loses its batch's sharding; None if it does not.
+
+    Args:
+        step: the step before any edit.
+        matmuls: the matmuls whose results may be pinned.
+        dims: its named dims.
+    """
+    jaxpr, sizes = step.jaxpr, dict(step.mesh.shape)
+    every = [body for body in bodies(jaxpr) if not body.opaque]
+    weights, batch = sharded_names(jaxpr, step.arguments, dims)
+    instead = _indexed(every, dims)
+    layers = _layers(matmuls, instead, dims)
+    whole = () if batch else _unsharded(jaxpr)
+    others = {axis: _replaced(names, instead) for axis, names in batch.items()}
+    if whole:
+        names = dims.of(jaxpr.invars[whole[0]])[:_BATCH_DIMS]
+        others = {axis: _replaced(names, instead) for axis in sizes}
+    stacked = {axis: _unique((*layers, *names)) for axis, names in weights.items()}
+    if others == batch and stacked == weights:
+        return None
+    known = list(starts(jaxpr, step.arguments, dims, sizes))
+    return Lost(
+        layouts=tuple(new for new in combined(stacked, others, sizes) if new not in known),
+        arguments=tuple(whole),
+        values=tuple(_values(every, dims, instead, layers)),
+        reasons=tuple(dict.fromkeys(_reasons(jaxpr, whole, every, dims, instead, batch))),
+    )
+
+
+def _unique(names: Sequence[Name]) -> tuple[Name, ...]:
+    return tuple(dict.fromkeys(names))
+
+
+def _replaced(names: Sequence[Name], instead: _Instead) -> tuple[Name, ...]:
+    """Return names of dims, with others in place of those that loops index."""
+    return _unique([new for name in names for new in instead.get(name) or (name,)])
+
+
+# -- what loops index -----------------------------------------------------------------------------
+
+
+def _indexed(every: Sequence[Body], dims: DimNames) -> _Instead:
+    """Return the names of the dims that loops index, each with those to shard in its place."""
+    found: dict[Name, list[Name]] = {name: [] for name in _scanned(every, dims)}
+    for one, others in _sliced(every, dims):
+        found.setdefault(one, []).extend(others)
+    for body in every:
+        for eqn in body.eqns:
+            for name, minor in _split(eqn, dims):
+                if name in found:
+                    found[name] = [*minor, *found[name]]
+    return {name: _unique(others) for name, others in found.items()}
+
+
+def _scanned(every: Sequence[Body], dims: DimNames) -> Iterator[Name]:
+    """Yield the names of the dims that scans run along."""
+    for eqn in (eqn for body in every for eqn in body.eqns if eqn.primitive.name == "scan"):
+        num_consts, num_carry = compat.scan_counts(eqn)
+        yield from (dims.of(v)[0] for v in compat.variables(eqn.invars[num_consts + num_carry :]))
+
+
+def _sliced(every: Sequence[Body], dims: DimNames) -> Iterator[tuple[Name, list[Name]]]:
+    """Yield the names of the dims that loops slice, with those of the slice and the other dims."""
+    for body in every:
+        if not any(eqn.primitive.name in _LOOPS for eqn in body.around):
+            continue
+        for eqn in body.eqns:
+            name = eqn.primitive.name
+            if name not in (_SLICE, _UPDATE):
+                continue
+            whole, part = eqn.invars[0], eqn.outvars[0] if name == _SLICE else eqn.invars[1]
+            if compat.is_literal(whole) or compat.is_literal(part):
+                continue
+            pairs = list(zip(dims.of(whole), dims.of(part), strict=True))
+            same = [one for one, other in pairs if one == other]
+            yield from ((one, [other, *same]) for one, other in pairs if one != other)
+
+
+def _split(eqn: Any, dims: DimNames) -> Iterator[tuple[Name, list[Name]]]:
+    """Yield the names of the dims that a reshape splits, with those of their minor parts."""
+    if eqn.primitive.name != "reshape" or compat.is_literal(eqn.invars[0]):
+        return
+    before, after = eqn.invars[0], eqn.outvars[0]
+    sizes = dict(zip(dims.of(before), before.aval.shape, strict=True))
+    parts = list(zip(dims.of(after), after.aval.shape, strict=True))
+    for d, (name, size) in enumerate(parts):
+        minor = list[Name]()
+        for other, count in parts[d + 1 :]:
+            if size >= sizes.get(name, 0):
+                break
+            minor.append(other)
+            size *= count
+        if minor:
+            yield name, minor
+
+
+# -- what is lost ---------------------------------------------------------------------------------
+
+
+def _layers(matmuls: Sequence[Dot], instead: _Instead, dims: DimNames) -> tuple[Name, ...]:
+    """Return the names of stacked layers that matmuls outside of loops compute all at once."""
+    once = (dot for dot in matmuls if dot.runs == 1)
+    return _unique([name for dot in once for name in _batched(dot, dims) if name in instead])
+
+
+def _batched(dot: Dot, dims: DimNames) -> tuple[Name, ...]:
+    """Return the names of the batch dims of a matmul."""
+    if dot.eqn.primitive.name != "dot_general":
+        return ()
+    _, (of_lhs, _) = dot.eqn.params["dimension_numbers"]
+    names = dims.of(dot.eqn.invars[0])
+    return tuple(names[d] for d in of_lhs)
+
+
+def _unsharded(jaxpr: Any) -> list[int]:
+    """Return the numbers of the arguments that are no weights, the largest first."""
+    weights = weights_of(jaxpr)
+    given = [n for n, v in enumerate(jaxpr.invars) if v not in weights and v.aval.ndim]
+    read = {v for eqn in jaxpr.eqns for v in compat.variables(eqn.invars)}
+    given = [n for n in given if jaxpr.invars[n] in read]
+    return sorted(given, key=lambda n: -math.prod(jaxpr.invars[n].aval.shape))
+
+
+def _values(
+    every: Sequence[Body], dims: DimNames, instead: _Instead, layers: Sequence[Name]
+) -> Iterator[tuple[Body, int]]:
+    """Yield the equations whose results are pinned: what loops read and write, and what layers do.
+
+    These are reshapes that split a dim which loops index, values that a loop writes slices into,
+    and operands of matmuls of all layers at once.
+    """
+    for body in every:
+        at_once = (dot for dot in body.dots if not {*layers}.isdisjoint(_batched(dot, dims)))
+        operands = {v for dot in at_once for v in compat.variables(dot.eqn.invars)}
+        matmuls = {dot.position for dot in body.dots}
+        for position, eqn in enumerate(body.eqns):
+            if position in matmuls or not eqn.outvars:
+                continue
+            splits = any(name in instead for name, _ in _split(eqn, dims))
+            written = eqn.primitive.name == _UPDATE and any(
+                name in instead for name in dims.of(eqn.outvars[0])
+            )
+            if splits or written or eqn.outvars[0] in operands:
+                yield body, position
+
+
+def _reasons(
+    jaxpr: Any,
+    whole: Sequence[int],
+    every: Sequence[Body],
+    dims: DimNames,
+    instead: _Instead,
+    batch: _Names,
+) -> Iterator[str]:
+    """Say what was written so that the batch's sharding is lost."""
+    names = compat.argument_names(jaxpr)
+    for number in whole[:1]:
+        yield f"the batch argument {names[number]} is replicated: every GPU computes everything"
+    sharded = {name for on_axis in batch.values() for name in on_axis}
+    for body in every:
+        for eqn in body.eqns:
+            for name, _ in _split(eqn, dims):
+                if name in instead and name in sharded:
+                    yield (
+                        f"the reshape at {line_of(eqn, body.around)} leaves the batch's sharding "
+                        "on a dim that a loop indexes: each iteration gathers what it reads"
+                    )
+            if eqn.primitive.name == _SLICE and any(n in sharded for n in dims.of(eqn.invars[0])):
+                yield (
+                    f"the loop at {line_of(eqn, body.around)} slices the batch along a dim that "
+                    "is sharded: each iteration gathers what it reads"
+                )
