@@ -1,0 +1,214 @@
+"""Layouts that keep a batch sharded where loops index it; pins of values change no number."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import hypothesis.strategies as st
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from jax import lax
+from jax.sharding import AxisType, Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import jaxoverlap
+from jaxoverlap._jax import compat
+from jaxoverlap.passes.analysis.errors import UserError
+from jaxoverlap.passes.analysis.flatten import flatten
+from jaxoverlap.passes.apply import apply
+from jaxoverlap.passes.edited import EditedStep
+from jaxoverlap.passes.layouts.propose import propose_starts
+from jaxoverlap.plan.edits import PinArgument, PinValue
+from tests.support.evaluated import evaluated_of
+
+ROWS, TOKENS, WIDTH, LAYERS = 16, 8, 16, 8
+MESHES = ({"data": 8}, {"data": 2, "model": 4}, {"data": 4, "model": 2})
+
+
+def mesh_of(axes: dict[str, int]) -> Mesh:
+    devices = np.asarray(jax.devices()[:8]).reshape(tuple(axes.values()))
+    return Mesh(devices, tuple(axes), axis_types=(AxisType.Auto,) * len(axes))
+
+
+def layers(weights: Any, x: Any) -> Any:
+    return lax.scan(lambda x, w: (x + jnp.tanh(x @ w), None), x, weights)[0]
+
+
+def loss(weights: Any, x: Any) -> Any:
+    return jnp.mean(layers(weights, x) ** 2)
+
+
+def by_reshape(weights: Any, batch: Any, parts: int) -> Any:
+    """Scan microbatches that a reshape makes."""
+
+    def add(total: Any, part: Any) -> Any:
+        return total + jax.grad(loss)(weights, part), part.sum()
+
+    split = batch.reshape(parts, -1, *batch.shape[1:])
+    total, sums = lax.scan(add, jnp.zeros_like(weights), split)
+    return weights - total, sums
+
+
+def by_slice(weights: Any, batch: Any, parts: int) -> Any:
+    """Slice microbatches at a loop's index."""
+    rows = batch.shape[0] // parts
+
+    def add(number: Any, total: Any) -> Any:
+        part = lax.dynamic_slice_in_dim(batch, number * rows, rows)
+        return total + jax.grad(loss)(weights, part)
+
+    return weights - lax.fori_loop(0, parts, add, jnp.zeros_like(weights)), batch[0]
+
+
+def by_index(weights: Any, batch: Any, parts: int) -> Any:
+    """Write what is computed of each microbatch at a loop's index."""
+    split = batch.reshape(parts, -1, *batch.shape[1:])
+
+    def one(number: Any, done: Any) -> Any:
+        part = layers(weights, lax.dynamic_index_in_dim(split, number, keepdims=False))
+        return lax.dynamic_update_index_in_dim(done, part, number, 0)
+
+    return weights, lax.fori_loop(0, parts, one, jnp.zeros_like(split))
+
+
+def at_once(weights: Any, batch: Any, parts: int) -> Any:
+    """Orthogonalise the gradients of all layers at once, as Muon does."""
+    x = jax.grad(loss)(weights, batch)
+    x = x / (jnp.linalg.norm(x, axis=(1, 2), keepdims=True) + 1e-6)
+    for _ in range(parts):
+        x = 1.5 * x - 0.5 * (x @ x.mT) @ x
+    return weights - 0.1 * x, batch.sum()
+
+
+STEPS = {fn.__name__: fn for fn in (by_reshape, by_slice, by_index, at_once)}
+
+
+def edited_of(fn: Any, args: tuple[Any, ...], mesh: Mesh) -> EditedStep:
+    jaxpr = flatten(jax.make_jaxpr(fn)(*args))
+    specs = (compat.axes_by_dim(x.sharding.spec, x.ndim) for x in args)
+    return EditedStep(jaxpr.jaxpr if hasattr(jaxpr, "jaxpr") else jaxpr, mesh, tuple(specs))
+
+
+def arguments(mesh: Mesh, rows: Any, columns: Any, batch: Any) -> tuple[Any, Any]:
+    rng = np.random.default_rng(0)
+    weights = rng.normal(size=(LAYERS, WIDTH, WIDTH)).astype(np.float32) / WIDTH
+    x = rng.normal(size=(ROWS, TOKENS, WIDTH)).astype(np.float32)
+    at = NamedSharding(mesh, P(None, rows, columns)), NamedSharding(mesh, P(*batch))
+    return jax.device_put(weights, at[0]), jax.device_put(x, at[1])
+
+
+DRAWN = given(
+    axes=st.sampled_from(MESHES),
+    name=st.sampled_from([*STEPS]),
+    parts=st.sampled_from((1, 2, 4)),
+    batch=st.sampled_from(((), ("data",), (None, "data"), ("all",), ("data", "other"))),
+    columns=st.booleans(),
+)
+
+
+@settings(max_examples=8, deadline=None)
+@DRAWN
+def test_pinned_values_change_no_number(axes, name, parts, batch, columns):
+    check_numbers(axes, name, parts, batch, columns)
+
+
+@pytest.mark.nightly
+@settings(max_examples=300, deadline=None)
+@DRAWN
+def test_pinned_values_change_no_number_of_300(axes, name, parts, batch, columns):
+    check_numbers(axes, name, parts, batch, columns)
+
+
+def check_numbers(axes: Any, name: str, parts: int, batch: Any, columns: bool) -> None:
+    """Compare every layout that is proposed with the step without devices."""
+    mesh = mesh_of(axes)
+    other = "model" if "model" in axes else None
+    spec = tuple({"all": tuple(axes), "other": other}.get(a, a) for a in batch)
+    args = arguments(mesh, "data", other if columns else None, spec)
+
+    def step(weights: Any, x: Any) -> Any:
+        return STEPS[name](weights, x, parts)
+
+    edited = edited_of(step, args, mesh)
+    wanted = jax.jit(step)(*map(np.asarray, args))
+    for proposal in propose_starts(evaluated_of(edited)):
+        pinned = apply(edited, proposal.edits).jaxpr
+        got = jax.jit(lambda *xs, jaxpr=pinned: jax.core.eval_jaxpr(jaxpr, (), *xs))(*args)
+        for one, theirs in zip(got, wanted, strict=True):
+            np.testing.assert_allclose(one, theirs, rtol=2e-5, atol=2e-5)
+
+
+@pytest.mark.parametrize("name", ["by_reshape", "by_slice", "by_index"])
+def test_a_batch_that_a_loop_indexes_stays_sharded(name):
+    """Some layout that is proposed shards the batch or the tokens of what the loop reads."""
+    mesh = mesh_of({"data": 8})
+    args = arguments(mesh, "data", None, ("data",))
+    edited = edited_of(lambda w, x: STEPS[name](w, x, 2), args, mesh)
+    pins = [e for one in propose_starts(evaluated_of(edited)) for e in one.edits]
+    values = [e for e in pins if isinstance(e, PinValue)]
+    assert bool(values) == (name != "by_slice")
+    assert all(("data",) in e.spec[1:] and not e.spec[0] for e in values)
+    assert any(not isinstance(e, PinValue) and ("data",) in e.spec[:2] for e in pins)
+
+
+def test_layers_at_once_are_sharded_by_layers():
+    mesh = mesh_of({"data": 8})
+    args = arguments(mesh, "data", None, ("data",))
+    edited = edited_of(lambda w, x: at_once(w, x, 1), args, mesh)
+    *_, last = propose_starts(evaluated_of(edited))
+    sharded = [e for e in last.edits if e.spec == (("data",), (), ())]
+    assert any(isinstance(e, PinValue) for e in sharded) and len(sharded) > 2
+
+
+def test_a_batch_without_a_sharding_gets_one():
+    mesh = mesh_of({"data": 8})
+    args = arguments(mesh, "data", None, ())
+    edited = edited_of(lambda w, x: (w - jax.grad(loss)(w, x), x.sum()), args, mesh)
+    proposals = [*propose_starts(evaluated_of(edited))]
+    (pin, *_) = (e for one in proposals for e in one.edits if isinstance(e, PinArgument))
+    assert pin.spec == (("data",), (), ())
+
+
+def test_a_step_that_loses_nothing_is_asked_nothing_more():
+    mesh = mesh_of({"data": 2, "model": 4})
+    args = arguments(mesh, "data", "model", ("data",))
+    edited = edited_of(lambda w, x: (w - jax.grad(loss)(w, x), x.sum()), args, mesh)
+    kinds = {type(e) for one in propose_starts(evaluated_of(edited)) for e in one.edits}
+    assert kinds.isdisjoint({PinValue, PinArgument})
+
+
+@pytest.mark.parametrize(
+    ("edit", "said"),
+    [
+        (PinArgument(argument=2, name="x", value="f", spec=((),)), "the step has 2 arguments"),
+        (PinArgument(argument=1, name="x", value="f", spec=((),)), "the sharding has 1 dims"),
+        (PinValue(body=9, position=0, source="a", value="f", spec=()), "no such value"),
+        (PinValue(body=0, position=99, source="a", value="f", spec=()), "no such value"),
+        (PinValue(body=0, position=0, source="a", value="f", spec=((), (), (), (), ())), "dims"),
+    ],
+)
+def test_edits_that_do_not_fit_are_refused(edit, said):
+    mesh = mesh_of({"data": 8})
+    args = arguments(mesh, "data", None, ("data",))
+    edited = edited_of(lambda w, x: by_reshape(w, x, 2), args, mesh)
+    with pytest.raises(UserError, match=said):
+        apply(edited, [edit])
+
+
+def test_a_step_is_repaired_and_computes_the_same():
+    """By the prices of a pod, on 8 CPU devices; the plan is followed and says what it repaired."""
+    mesh = mesh_of({"data": 8})
+    args = arguments(mesh, "data", None, ("data",))
+    step = jax.jit(lambda w, x: by_reshape(w, x, 2))
+    overlapped = jaxoverlap.overlap(step, cluster="h100-sxm:8x1", halves=None)
+    plan = overlapped.explain(*args)
+    assert any(isinstance(edit, PinValue) for edit in plan.edits), str(plan)
+    assert "leaves the batch's sharding on a dim that a loop indexes" in str(plan)
+    for one, theirs in zip(overlapped(*args), step(*args), strict=True):
+        np.testing.assert_allclose(one, theirs, rtol=2e-5, atol=2e-5)
+        assert one.sharding.is_equivalent_to(theirs.sharding, one.ndim)
+    again = jaxoverlap.overlap(step, plan=jaxoverlap.Plan.from_json(plan.to_json()))
+    assert again.explain(*args).edits == plan.edits
