@@ -35,7 +35,14 @@ from jaxoverlap.calibrate import fit
 from jaxoverlap.calibrate.this_machine import COLLECTIVES, Body, first_says, replicated
 from jaxoverlap.cost.collective_tables import Between, Permutes
 from jaxoverlap.cost.interpolation import Curve
-from jaxoverlap.cost.tables import ChipTables, Here, InAStep, MatmulTable
+from jaxoverlap.cost.tables import (
+    AttentionTable,
+    ChipTables,
+    Here,
+    InAStep,
+    MatmulTable,
+    MemoryTable,
+)
 from jaxoverlap.hardware.cluster import chips
 from jaxoverlap.hardware.hosts import hosts_of
 from jaxoverlap.plan.collectives import PERMUTE
@@ -384,16 +391,16 @@ def _tables(
     assert within is not None
     matmuls = {dtype: _matmuls(base, loops, dtype, sizes, alone) for dtype in sizes.dtypes}
     slower = _first_factor(loops, sizes, alone)
-    narrow = {name: t.scaled(slower) for name, t in base.matmuls.items() if name not in matmuls}
-    moved = 2.0 * _FLOAT32 * sizes.memory_elements
-    predicted_s = loops.memory.launch_s + moved / loops.memory.bytes_per_s
+    narrow = {name: _slower(t, slower) for name, t in base.matmuls.items() if name not in matmuls}
+    moved, memory_s = 2.0 * _FLOAT32 * sizes.memory_elements, alone[MEMORY,]
+    rest_s = max(memory_s - base.memory.launch_s, 0.1 * memory_s)
     return msgspec.structs.replace(
         base,
         chip=_chip_name(base.chip, devices[0].device_kind),
         date=date,
         matmuls=narrow | matmuls,
-        memory=base.memory.scaled(alone[MEMORY,] / predicted_s),
-        attention=base.attention and base.attention.scaled(slower),
+        memory=MemoryTable(base.memory.launch_s, moved / rest_s, SOURCE),
+        attention=base.attention and _slower(base.attention, slower),
         collectives=within.collectives,
         permutes=within.permutes,
         taken_by=within.taken,
@@ -418,11 +425,28 @@ def _chip_name(table: str, kind: str) -> str:
 
 
 def _first_factor(loops: ChipTables, sizes: Sizes, alone: Seconds) -> float:
-    """Return how many times longer the first dtype's matmul takes here than in the tables."""
+    """Return how many times longer the first dtype's matmul takes than in the tables, at rates."""
     dtype = sizes.dtypes[0]
     table = loops.matmuls.get(dtype) or loops.matmuls["bf16"]
-    m, n, k = sizes.matmul
-    return alone[MATMUL, dtype] / table.seconds(m, n, k)
+    return _times(table, sizes, alone[MATMUL, dtype])
+
+
+def _times(table: MatmulTable, sizes: Sizes, measured_s: float, **fixed: float) -> float:
+    """Return by how much a table's rates have to fall for a matmul to take so long.
+
+    Args:
+        fixed: rates that make the part of the time that stays: infinite ones leave the launch.
+    """
+    stays = fixed or dict(flops_per_s=math.inf, bytes_per_s=math.inf)
+    stays_s = msgspec.structs.replace(table, **stays).seconds(*sizes.matmul)
+    rest_s = max(measured_s - stays_s, 0.1 * measured_s)  # a launch may be shorter here
+    return rest_s / (table.seconds(*sizes.matmul) - stays_s)
+
+
+def _slower[Table: (MatmulTable, AttentionTable)](table: Table, times: float) -> Table:
+    """Return a table whose rates, but not launches, are so many times lower."""
+    rates = dict(flops_per_s=table.flops_per_s / times, bytes_per_s=table.bytes_per_s / times)
+    return msgspec.structs.replace(table, **rates)
 
 
 def _matmuls(
@@ -430,17 +454,16 @@ def _matmuls(
 ) -> MatmulTable:
     """Return the table of a dtype: bf16's, if it has none of its own, at the measured rate.
 
-    Launches and bytes take longer by the first dtype's factor; the rest of a matmul's time is its
-    operations.
+    Bytes take longer by the first dtype's factor; the rest of a matmul's time is its operations.
     """
     name = dtype if dtype in base.matmuls else "bf16"
     slower, width = _first_factor(loops, sizes, alone), float(np.dtype(_NAMES[dtype]).itemsize)
     wide = dict(element_bytes=width, result_bytes=width, source=SOURCE)
-    loop = msgspec.structs.replace(loops.matmuls[name].scaled(slower), **wide)
-    rest_s = msgspec.structs.replace(loop, flops_per_s=math.inf).seconds(*sizes.matmul)
-    measured_s = max(alone[MATMUL, dtype] - rest_s, 0.1 * alone[MATMUL, dtype])
-    times = measured_s / (loop.seconds(*sizes.matmul) - rest_s)
-    table = msgspec.structs.replace(base.matmuls[name].scaled(slower), **wide)
+    loop, table = (
+        msgspec.structs.replace(_slower(tables.matmuls[name], slower), **wide)
+        for tables in (loops, base)
+    )
+    times = _times(loop, sizes, alone[MATMUL, dtype], flops_per_s=math.inf)
     return msgspec.structs.replace(table, flops_per_s=table.flops_per_s / times)
 
 

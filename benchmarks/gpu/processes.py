@@ -1,0 +1,197 @@
+"""Run a function in several JAX processes at once, read what they send, and end them all.
+
+A process that fails, dies or says nothing for too long ends the others. However this ends, no
+process is left; `ended_by_signals` around it makes that true of signals too.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import selectors
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from benchmarks.lab.lab import uninterrupted
+
+Message = dict[str, Any]
+_ROOT = Path(__file__).parents[2]  # of the checkout
+_SHOWN = 2000  # characters of what a process wrote last
+
+
+class FailedError(Exception):
+    """A process failed; the message says which, and why."""
+
+
+@dataclass(frozen=True)
+class Start:
+    """How processes are started.
+
+    Attributes:
+        count: of processes.
+        devices: CPU devices of each; 0: one GPU, which all share.
+        environment: more variables of a process, by its number.
+        logs: a folder for what processes write.
+        silent_s: how long they may say nothing.
+        jax: whether they start JAX, and join.
+    """
+
+    count: int
+    devices: int
+    environment: Callable[[int], dict[str, str]]
+    logs: Path
+    silent_s: float = 180.0
+    jax: bool = True
+
+
+@dataclass
+class _Child:
+    """The parent's end of a process."""
+
+    process: subprocess.Popen
+    results: int
+    log: Path
+    read: bytes = b""
+    pending: list[Message] = field(default_factory=list)
+    ended: bool = False
+
+
+def messages(
+    start: Start, function: str, arguments: Message, *, until: float
+) -> Iterator[list[Message]]:
+    """Yield the messages of all processes, number by number: all first ones, all second ones.
+
+    Args:
+        start: how to start the processes.
+        function: "module:name", which takes a `Process` and the arguments.
+        arguments: what JSON can hold.
+        until: the `time.monotonic()` at which all processes are ended.
+
+    Raises:
+        FailedError: if a process fails, says nothing for too long, or time is up.
+    """
+    start.logs.mkdir(parents=True, exist_ok=True)
+    children: list[_Child] = []
+    try:
+        port = _free_port()
+        for rank in range(start.count):
+            children.append(_child(start, rank, port, function, arguments))
+        yield from _read(children, start.silent_s, until)
+    finally:
+        _end(children)
+
+
+def _read(children: list[_Child], silent_s: float, until: float) -> Iterator[list[Message]]:
+    heard = time.monotonic()
+    with selectors.DefaultSelector() as selector:
+        for rank, child in enumerate(children):
+            selector.register(child.results, selectors.EVENT_READ, rank)
+        while not all(child.ended for child in children):
+            now = time.monotonic()
+            if now >= until:
+                raise FailedError("time is up")
+            if now - heard >= silent_s:
+                raise FailedError(f"no word for {silent_s:.0f} s")
+            ready = selector.select(min(until - now, silent_s - (now - heard), 1.0))
+            if not ready:
+                _see_that_all_live(children)
+            for key, _ in ready:
+                heard = time.monotonic()
+                _hear(children[key.data], key.data)
+                if children[key.data].ended:
+                    selector.unregister(key.fileobj)
+            while all(child.pending for child in children):
+                together = [child.pending.pop(0) for child in children]
+                assert len({message["kind"] for message in together}) == 1, together
+                yield together
+                heard = time.monotonic()  # whoever reads may have taken its time
+
+
+def _hear(child: _Child, rank: int) -> None:
+    """Read what a process has sent.
+
+    Raises:
+        FailedError: if it failed, or died without a word.
+    """
+    chunk = os.read(child.results, 1 << 16)
+    if not chunk:
+        code = child.process.wait()
+        raise FailedError(f"process {rank} ended with code {code}: {_last_words(child.log)}")
+    *lines, child.read = (child.read + chunk).split(b"\n")
+    for message in map(json.loads, lines):
+        if "failed" in message:
+            raise FailedError(f"process {rank}: {message['failed']}")
+        if message["kind"] == "end":
+            child.ended = True
+        else:
+            child.pending.append(message)
+
+
+def _see_that_all_live(children: list[_Child]) -> None:
+    """Raise if a process is dead whose pipe is still open, in a process that it has started."""
+    for rank, child in enumerate(children):
+        if not child.ended and (code := child.process.poll()) is not None:
+            raise FailedError(f"process {rank} ended with code {code}: {_last_words(child.log)}")
+
+
+def _last_words(log: Path) -> str:
+    lines = log.read_text(errors="replace").strip()[-_SHOWN:].splitlines()
+    return " | ".join(lines[-4:])
+
+
+def _child(start: Start, rank: int, port: int, function: str, arguments: Message) -> _Child:
+    ours, theirs = os.pipe()
+    log = start.logs / f"process{rank}.log"
+    facts = dict(rank=rank, count=start.count, port=port, devices=start.devices, jax=start.jax)
+    told = json.dumps(facts | dict(parent=os.getpid()))
+    command = [sys.executable, "-m", "benchmarks.gpu.child", str(theirs), function, told]
+    environment = {**os.environ, "PYTHONPATH": _python_path(), **start.environment(rank)}
+    try:
+        with log.open("wb") as file:
+            process = subprocess.Popen(
+                [*command, json.dumps(arguments)],
+                env=environment,
+                cwd=_ROOT,
+                stdin=subprocess.PIPE,
+                stdout=file,
+                stderr=subprocess.STDOUT,
+                pass_fds=(theirs,),
+                start_new_session=True,  # what it starts ends with it
+            )
+    except BaseException:
+        os.close(ours)
+        raise
+    finally:
+        os.close(theirs)
+    return _Child(process, ours, log)
+
+
+def _python_path() -> str:
+    return os.pathsep.join(filter(None, (str(_ROOT), os.environ.get("PYTHONPATH"))))
+
+
+def _end(children: list[_Child]) -> None:
+    """Kill processes with all that they started; those that are done wait for this."""
+    with uninterrupted():
+        for child in children:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(child.process.pid, signal.SIGKILL)
+        for child in children:
+            child.process.wait()
+            os.close(child.results)
+            if child.process.stdin:
+                child.process.stdin.close()
+
+
+def _free_port() -> int:
+    with socket.socket() as one:
+        one.bind(("127.0.0.1", 0))
+        return one.getsockname()[1]
