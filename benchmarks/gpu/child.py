@@ -77,8 +77,9 @@ def main() -> None:
         lines = str(error).splitlines() or [""]
         end = dict(failed=f"{type(error).__name__}: {lines[0][:500]}")
     process.send("end", **end)
-    sys.stdin.read()  # until the parent has heard all
-    os._exit(0)
+    if not end:
+        sys.stdin.read()  # until the parent has heard all
+    os._exit(1 if end else 0)
 
 
 def _start_jax(here: dict[str, Any]) -> None:
@@ -90,11 +91,17 @@ def _start_jax(here: dict[str, Any]) -> None:
         jax.config.update("jax_cpu_collectives_implementation", "gloo")
         jax.config.update("jax_num_cpu_devices", here["devices"])
     else:
+        jax.config.update("jax_platforms", "cuda")  # and never CPUs instead
         one_gpu = dict(local_device_ids=[0])
     if here["count"] > 1:
         coordinator = f"127.0.0.1:{here['port']}"
         jax.distributed.initialize(
-            coordinator, here["count"], here["rank"], initialization_timeout=_JOIN_S, **one_gpu
+            coordinator,
+            here["count"],
+            here["rank"],
+            initialization_timeout=_JOIN_S,
+            heartbeat_timeout_seconds=round(here["heartbeat_s"]),
+            **one_gpu,
         )
 
 

@@ -42,6 +42,8 @@ class Start:
         logs: a folder for what processes write.
         silent_s: how long they may say nothing.
         jax: whether they start JAX, and join.
+        heartbeat_s: after which jax.distributed takes a process for dead.
+        mourn_s: how long the others run on after one has failed, to see how they end.
     """
 
     count: int
@@ -50,6 +52,8 @@ class Start:
     logs: Path
     silent_s: float = 180.0
     jax: bool = True
+    heartbeat_s: float = 100.0
+    mourn_s: float = 0.0
 
 
 @dataclass
@@ -85,6 +89,8 @@ def messages(
         for rank in range(start.count):
             children.append(_child(start, rank, port, function, arguments))
         yield from _read(children, start.silent_s, until)
+    except FailedError as error:
+        raise FailedError(f"{error}{_mourned(children, start.mourn_s)}") from error
     finally:
         _end(children)
 
@@ -142,6 +148,23 @@ def _see_that_all_live(children: list[_Child]) -> None:
             raise FailedError(f"process {rank} ended with code {code}: {_last_words(child.log)}")
 
 
+def _mourned(children: list[_Child], within_s: float) -> str:
+    """Wait for the other processes to end; say how each did."""
+    if not within_s:
+        return ""
+    began, ends = time.monotonic(), dict[int, str]()
+    while len(ends) < len(children) and time.monotonic() < began + within_s:
+        for rank, child in enumerate(children):
+            if rank not in ends and (code := child.process.poll()) is not None:
+                after_s = time.monotonic() - began
+                ends[rank] = f"code {code} within {after_s:.0f} s ({_last_words(child.log)})"
+        time.sleep(0.2)
+    said = (
+        f"{n}: {ends.get(n, f'still runs after {within_s:.0f} s')}" for n in range(len(children))
+    )
+    return f"; then process {'; process '.join(said)}"
+
+
 def _last_words(log: Path) -> str:
     lines = log.read_text(errors="replace").strip()[-_SHOWN:].splitlines()
     return " | ".join(lines[-4:])
@@ -151,6 +174,7 @@ def _child(start: Start, rank: int, port: int, function: str, arguments: Message
     ours, theirs = os.pipe()
     log = start.logs / f"process{rank}.log"
     facts = dict(rank=rank, count=start.count, port=port, devices=start.devices, jax=start.jax)
+    facts |= dict(heartbeat_s=start.heartbeat_s)
     told = json.dumps(facts | dict(parent=os.getpid()))
     command = [sys.executable, "-m", "benchmarks.gpu.child", str(theirs), function, told]
     environment = {**os.environ, "PYTHONPATH": _python_path(), **start.environment(rank)}

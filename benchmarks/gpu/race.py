@@ -7,87 +7,26 @@ reason; the others are raced without it.
 
 from __future__ import annotations
 
-import contextlib
 import statistics
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from benchmarks.frame import Row, markdown, provenance, rows_in, write_rows
-from benchmarks.gpu.machine import Gpu, Nccl, gpu, mps, nccl
-from benchmarks.gpu.processes import FailedError, Start, messages
+from benchmarks.frame import Row, markdown, rows_in, write_rows
+from benchmarks.gpu.place import LAST_S, PROCESSES, Place
+from benchmarks.gpu.processes import FailedError, messages
 from benchmarks.gpu.wires import Wire
 from benchmarks.lab.timing import Timed, timed
 
 PLAIN, DEFAULT = "plain", "default"
-NEEDS = (
-    "needs one NVIDIA GPU, NVIDIA's MPS, jax with its CUDA plugin and NCCL 2.30.3 or later (--nccl "
-    "FILE); --rehearse runs it on CPU devices"
-)
 COLUMNS = (
     *("step", "wire", "candidate", "median ms", "fastest", "slowest", "of plain"),
     *("simulated ms", "simulated / measured", "float32 difference", "notes"),
 )
 NUMBERS = COLUMNS[3:-1]
-_LAST_S = 5.0  # in which processes are ended before time is up
-
-
-@dataclass(frozen=True)
-class Place:
-    """Where processes run: on one GPU, or on CPU devices in a rehearsal.
-
-    Attributes:
-        gpu: None in a rehearsal.
-        nccl: the library that processes load.
-        processes: how many.
-        devices: CPU devices of each, in a rehearsal.
-        logs: a folder for what processes write.
-        silent_s: how long processes may say nothing.
-    """
-
-    gpu: Gpu | None
-    nccl: Nccl | None
-    processes: int
-    devices: int
-    logs: Path
-    silent_s: float = 180.0
-
-    @property
-    def about(self) -> Row:
-        """Return what all rows say of this place."""
-        found = provenance() | {"processes": self.processes}
-        if self.gpu and self.nccl:
-            found |= {"driver": self.gpu.driver, "nccl": str(self.nccl)}
-        return found
-
-    @contextlib.contextmanager
-    def starting(self, wire: Wire) -> Iterator[Start]:
-        """Give how to start processes on a wire; on a GPU under an MPS of their own."""
-        if self.gpu is None:
-            yield Start(self.processes, self.devices, lambda _: {}, self.logs, self.silent_s)
-            return
-        preload = {"LD_PRELOAD": str(self.nccl.file)} if self.nccl else {}
-        with mps() as variables:
-
-            def environment(rank: int) -> dict[str, str]:
-                own = wire.environment(rank, self.processes)
-                return {"NCCL_HOSTID": "", **own, **variables, **preload}
-
-            yield Start(self.processes, 0, environment, self.logs, self.silent_s)
-
-
-def place(*, rehearse: bool, given_nccl: Path | None, processes: int, logs: Path) -> Place:
-    """Return where to run.
-
-    Raises:
-        MissingError: if this is no rehearsal, and there is no GPU or no NCCL that serves.
-    """
-    if rehearse:
-        return Place(None, None, 2, processes // 2, logs)
-    return Place(gpu(NEEDS), nccl(given_nccl), processes, 0, logs)
 
 
 @dataclass
@@ -116,7 +55,7 @@ class Race:
         """Race on each wire in turn; numbers are compared on the first on which a step is raced."""
         numbers = list(steps)
         for wire in wires:
-            if time.monotonic() > self.until - _LAST_S:
+            if time.monotonic() > self.until - LAST_S:
                 self.say(f"{wire.name}: not raced, time is up")
                 continue
             jobs = {step: list(dict.fromkeys((PLAIN, *candidates))) for step in steps}
@@ -136,7 +75,7 @@ class Race:
         """Start processes until every step is raced; without what made them fail, each time."""
         with tempfile.TemporaryDirectory(prefix="prices-") as folder:
             session = _Session(self, wire, jobs, numbers, Path(folder) / "prices.json")
-            while session.jobs and time.monotonic() < self.until - _LAST_S:
+            while session.jobs and time.monotonic() < self.until - LAST_S:
                 if not session.go():
                     break
 
@@ -161,11 +100,11 @@ class _Session:
     def go(self) -> bool:
         """Race until all is done or something fails; return whether to start again."""
         race, self.doing = self.race, {}
-        left_s = race.until - time.monotonic() - _LAST_S
+        left_s = race.until - time.monotonic() - LAST_S
         arguments = dict(
             jobs=self.jobs,
             dtype=race.dtype(self.wire),
-            hosts=self.wire.hosts(race.place.processes),
+            hosts=self.wire.hosts(PROCESSES),
             prices=str(self.prices),
             rounds=race.rounds,
             until=time.time() + left_s,
@@ -173,7 +112,7 @@ class _Session:
         )
         began = time.monotonic()
         try:
-            with race.place.starting(self.wire) as start:
+            with race.place.together(self.wire) as start:
                 function = "benchmarks.gpu.race_child:race"
                 for together in messages(start, function, arguments, until=began + left_s):
                     self._hear(together)
@@ -186,7 +125,7 @@ class _Session:
         step, candidate = first.get("step", ""), first.get("candidate", "")
         match first["kind"]:
             case "device":
-                self.device = {k: first[k] for k in ("device", "platform", "devices")}
+                self.device = {k: v for k, v in first.items() if k != "kind"}
             case "doing":
                 self.doing = first
                 said = ", ".join(filter(None, (self.wire.name, step, candidate)))

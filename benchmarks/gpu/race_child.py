@@ -21,7 +21,7 @@ from jaxoverlap.cost.model import CostModel
 from jaxoverlap.hardware.cluster import Cluster, chips
 
 REHEARSED = links.Sizes(
-    (64, 512, 4096, 32768), (128, 128, 128), 1 << 14, ("f32",), rounds=1, target_s=1e-3
+    (64, 512, 4096, 32768), (128, 128), 1 << 14, ("f32",), rounds=1, target_s=1e-3
 )
 _REHEARSED_AS = "h100-sxm"  # whose tables CPU devices scale, in a rehearsal
 
@@ -78,7 +78,8 @@ def about() -> dict[str, Any]:
     """Return what rows say of the devices."""
     device = jax.devices()[0]
     platform = device.client.platform_version.splitlines()[0]
-    return dict(device=device.device_kind, platform=platform, devices=len(jax.devices()))
+    counts = dict(devices=len(jax.devices()), processes=jax.process_count())
+    return dict(device=device.device_kind, platform=platform, **counts)
 
 
 def measure(here: Process, path: Path, hosts: int) -> None:

@@ -1,8 +1,8 @@
 """Measure a cluster's links in under a minute, where tables of the chip's kernels are known.
 
 What is measured: collectives by kind, group and size; permutes; the share of compute that each kind
-takes while it runs; and one factor each for matmuls and for memory-bound kernels, since a GPU may
-be slower here than the one in the tables, or shared.
+takes while it runs, unless XLA's schedule runs that kind alone; and one factor each for matmuls and
+for memory-bound kernels, since a GPU may be slower here than the one in the tables, or shared.
 
 Compiling takes most of the time, so a program holds a loop for each size of one collective, with a
 number of trips that is an argument, and programs are compiled in threads.
@@ -61,7 +61,7 @@ class Sizes:
 
     Attributes:
         elements: of float32 that a device has, of collectives; rising.
-        matmul: m, n and k of the matmul whose time is compared with the tables.
+        matmul: rows of x, and the side of w, in the x @ w whose time is compared with the tables.
         memory_elements: of float32, of the memory-bound kernel.
         dtypes: of matmuls, as HLO writes them.
         rounds: how often each is timed; medians count.
@@ -69,11 +69,17 @@ class Sizes:
     """
 
     elements: tuple[int, ...] = (1 << 14, 1 << 18, 1 << 21, 1 << 24)
-    matmul: tuple[int, int, int] = (4096, 4096, 4096)
+    matmul: tuple[int, int] = (4096, 4096)
     memory_elements: int = 1 << 25
     dtypes: tuple[str, ...] = ("bf16", "f32")
     rounds: int = 5
     target_s: float = 0.02
+
+    @property
+    def dims(self) -> tuple[int, int, int]:
+        """Return m, n and k of the matmul."""
+        rows, side = self.matmul
+        return rows, side, side
 
 
 USUAL = Sizes()
@@ -127,8 +133,7 @@ def tables_with_links(
         sizes: what to measure.
 
     Raises:
-        ValueError: if there is but one device, if hosts do not divide the devices, or if XLA's
-            schedule does not overlap a matmul with a collective that is independent of it.
+        ValueError: if there is but one device, or if hosts do not divide the devices.
     """
     devices = jax.devices()
     if len(devices) < 2 or len(devices) % hosts:
@@ -139,6 +144,51 @@ def tables_with_links(
     alone = _timed(list(_alone(sizes, hosts)), sizes, advance)
     both = _timed(list(_together_programs(sizes, hosts, alone)), sizes, advance)
     return _tables(base, loops or base, date, hosts, sizes, alone, both)
+
+
+@dataclass(frozen=True)
+class Concurrently:
+    """A collective and matmuls, alone and at once; seconds.
+
+    Attributes:
+        collective_s, compute_s: alone.
+        together_s: of both, started at once.
+        matmuls: how many.
+        taken: the share of compute that the collective takes while it runs.
+    """
+
+    collective_s: float
+    compute_s: float
+    together_s: float
+    matmuls: int
+    taken: float
+
+
+def concurrently(kind: str, sizes: Sizes, advance: Callable[[str], None]) -> Concurrently:
+    """Measure matmuls and one kind of collective of all devices, of the second largest size.
+
+    Raises:
+        ValueError: if XLA's schedule does not overlap the collective with matmuls.
+    """
+    everyone = (kind, WITHIN, len(jax.devices()))
+    first = [p for p in _alone(sizes, 1) if p.keys[0][0] == MATMUL or p.keys[0][:3] == everyone]
+    alone = _timed(first, sizes, advance)
+    wanted = ("alone", kind, WITHIN)
+    both = _timed(
+        [p for p in _together_programs(sizes, 1, alone) if p.keys[0] == wanted], sizes, advance
+    )
+    if wanted not in both:
+        raise ValueError(
+            f"XLA's schedule does not overlap {kind} with matmuls, so that what it takes from them "
+            "cannot be measured; measure without XLA_FLAGS of your own"
+        )
+    return Concurrently(
+        alone[*everyone, sizes.elements[-2]],
+        both[wanted],
+        both["together", kind, WITHIN],
+        _matmuls_during(kind, WITHIN, everyone[2], sizes, alone),
+        _taken(kind, WITHIN, alone, both, sizes),
+    )
 
 
 # -- programs -------------------------------------------------------------------------------------
@@ -153,7 +203,7 @@ class _Program:
         bodies: what each loop repeats.
         arrays: shape and dtype of the arrays on each device that each body takes and gives.
         mesh: with axes "groups" and "x", along which collectives run.
-        overlaps: whether a collective of it has to overlap with a matmul.
+        overlaps: whether a collective of it is to overlap with matmuls.
     """
 
     keys: tuple[Key, ...]
@@ -190,20 +240,19 @@ class _Program:
         self._lowered = jax.jit(mapped).lower(self._counts(0, 0), self._carries)
 
     def compile(self) -> None:
-        """Compile, in any thread.
-
-        Raises:
-            ValueError: if a collective does not overlap as it should.
-        """
+        """Compile, in any thread."""
         self.compiled = self._lowered.compile()
-        if self.overlaps and jax.devices()[0].platform != "cpu":
-            total = audit(self.compiled.as_text()).total
-            if total.covered < total.count:
-                raise ValueError(
-                    f"{self.keys[0]}: XLA overlaps {total.covered} of {total.count} collectives "
-                    "with a matmul, so what these take from it cannot be measured; measure "
-                    "without XLA_FLAGS of your own"
-                )
+
+    @property
+    def is_concurrent(self) -> bool:
+        """Return whether a collective that is to overlap with matmuls does, by XLA's schedule.
+
+        XLA:CPU's schedule does not say.
+        """
+        if not self.overlaps or jax.devices()[0].platform == "cpu":
+            return True
+        total = audit(self.compiled.as_text()).total
+        return total.covered == total.count
 
     def seconds(self, loop: int, trips: int) -> float:
         """Run a loop so many times on all devices at once."""
@@ -253,8 +302,8 @@ def _alone(sizes: Sizes, hosts: int) -> Iterator[_Program]:
 
 
 def _operands(sizes: Sizes, dtype: str) -> Arrays:
-    m, n, k = sizes.matmul
-    return tuple((shape, _NAMES[dtype]) for shape in ((m, k), (k, n), (m, n)))
+    rows, side = sizes.matmul
+    return ((rows, side), _NAMES[dtype]), ((side, side), _NAMES[dtype])
 
 
 def _sent(lengths: tuple[int, ...]) -> Arrays:
@@ -273,9 +322,7 @@ def _together_programs(sizes: Sizes, hosts: int, alone: Mapping[Key, float]) -> 
     largest = {(where, kind): mesh for where, mesh, kind in _collectives(hosts)}
     for (where, kind), mesh in largest.items():
         group = mesh.shape["x"]
-        collective_s = alone.get((kind, where, group, count), 0.0)
-        matmul_s = alone.get((MATMUL, dtype), 1.0)
-        matmuls = min(max(math.ceil(2 * collective_s / matmul_s), 1), _MOST_MATMULS)
+        matmuls = _matmuls_during(kind, where, group, sizes, alone)
         body, lengths, _ = COLLECTIVES[kind]
         yield _Program(
             (("alone", kind, where), ("together", kind, where)),
@@ -284,6 +331,14 @@ def _together_programs(sizes: Sizes, hosts: int, alone: Mapping[Key, float]) -> 
             mesh,
             overlaps=True,
         )
+
+
+def _matmuls_during(
+    kind: str, where: str, group: int, sizes: Sizes, alone: Mapping[Key, float]
+) -> int:
+    collective_s = alone.get((kind, where, group, sizes.elements[-2]), 0.0)
+    matmul_s = alone.get((MATMUL, sizes.dtypes[0]), 1.0)
+    return min(max(math.ceil(2 * collective_s / matmul_s), 1), _MOST_MATMULS)
 
 
 def _collectives(hosts: int) -> Iterator[tuple[str, Mesh, str]]:
@@ -308,21 +363,20 @@ def _mesh(groups: np.ndarray) -> Mesh:
     return Mesh(groups, ("groups", "x"))
 
 
-def _matmul(a: jax.Array, b: jax.Array, last: jax.Array) -> tuple[jax.Array, ...]:
-    """Run one matmul that waits for the one before."""
-    return a.at[0, 0].set(last[0, 0]), b, jnp.dot(a, b)
+def _matmul(x: jax.Array, w: jax.Array) -> tuple[jax.Array, ...]:
+    """Run one matmul of the last one's result; the barrier keeps XLA from merging two."""
+    return jnp.dot(lax.optimization_barrier(x), w), w
 
 
-def _several(count: int, a: jax.Array, b: jax.Array, last: jax.Array) -> tuple[jax.Array, ...]:
+def _several(count: int, x: jax.Array, w: jax.Array) -> tuple[jax.Array, ...]:
     for _ in range(count):
-        a, b, last = _matmul(a, b, last)
-    return a, b, last
+        x, w = _matmul(x, w)
+    return x, w
 
 
 def _together(count: int, body: Body, *carry: jax.Array) -> tuple[jax.Array, ...]:
     """Run matmuls, and concurrently a collective that is independent of them."""
-    a, b, last = _several(count, *carry[:3])
-    return a, b, last, *body(*carry[3:])
+    return *_several(count, *carry[:2]), *body(*carry[2:])
 
 
 def _kernel(x: jax.Array) -> tuple[jax.Array, ...]:
@@ -343,14 +397,18 @@ def _timed(programs: Sequence[_Program], sizes: Sizes, advance: Callable[[str], 
         for done in as_completed(named):
             done.result()
             advance(f"compiled {_words(named[done].keys[0])}")
+    concurrent = [program for program in programs if program.is_concurrent]
     for program in programs:
+        if program not in concurrent:
+            advance(f"{_words(program.keys[0])}: XLA's schedule does not overlap it, left out")
+            continue
         advance(f"first runs of {_words(program.keys[0])}")
         for loop in range(len(program.keys)):
             program.trips.append(_trips(program, loop, sizes.target_s))
-    taken: dict[Key, list[float]] = {key: [] for program in programs for key in program.keys}
+    taken: dict[Key, list[float]] = {key: [] for program in concurrent for key in program.keys}
     for turn in range(sizes.rounds):
         advance(f"round {turn + 1} of {sizes.rounds}")
-        for program in programs:
+        for program in concurrent:
             for loop, (key, trips) in enumerate(zip(program.keys, program.trips, strict=True)):
                 taken[key].append(program.seconds(loop, trips) / trips)
     return {key: statistics.median(rounds) for key, rounds in taken.items()}
@@ -438,9 +496,9 @@ def _times(table: MatmulTable, sizes: Sizes, measured_s: float, **fixed: float) 
         fixed: rates that make the part of the time that stays: infinite ones leave the launch.
     """
     stays = fixed or dict(flops_per_s=math.inf, bytes_per_s=math.inf)
-    stays_s = msgspec.structs.replace(table, **stays).seconds(*sizes.matmul)
+    stays_s = msgspec.structs.replace(table, **stays).seconds(*sizes.dims)
     rest_s = max(measured_s - stays_s, 0.1 * measured_s)  # a launch may be shorter here
-    return rest_s / (table.seconds(*sizes.matmul) - stays_s)
+    return rest_s / (table.seconds(*sizes.dims) - stays_s)
 
 
 def _slower[Table: (MatmulTable, AttentionTable)](table: Table, times: float) -> Table:

@@ -8,16 +8,21 @@ import sys
 import time
 from pathlib import Path
 
+import jax
 import pytest
 from typer.testing import CliRunner
 
 from benchmarks.frame import read_rows
-from benchmarks.gpu import machine
+from benchmarks.gpu import curve, hang, jobs, kernels, machine, systems
 from benchmarks.gpu.__main__ import app
 from benchmarks.gpu.machine import MissingError, mps, nccl, processes_with
+from benchmarks.gpu.place import Place
 from benchmarks.gpu.processes import FailedError, Start, messages
 from benchmarks.gpu.race import COLUMNS, table, verdicts
 from benchmarks.gpu.wires import WIRES
+from jaxoverlap._jax import jits
+from jaxoverlap._jax.key_value_store import DisagreementError
+from jaxoverlap.step.processes import Agreement, handed, meet
 
 ROOT = Path(__file__).parents[2]
 MARK = "BENCHMARKS_GPU_TEST"
@@ -29,6 +34,12 @@ MARK = "BENCHMARKS_GPU_TEST"
 def sends(here, *, word: str) -> None:
     for number in range(3):
         here.send("said", word=word, number=number, rank=here.rank)
+
+
+def gives(here, *, word: str) -> None:
+    if word == "bad":
+        raise ValueError("a bad word")
+    here.send("row", row=word, word=word)
 
 
 def fails(here) -> None:
@@ -173,7 +184,7 @@ def test_each_wire_has_its_settings():
 # -- the commands ---------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("command", ["race"])
+@pytest.mark.parametrize("command", ["race", "kernels", "curve", "systems", "deadlocks"])
 def test_without_a_gpu_a_command_says_in_one_line_what_it_needs(command: str, path: Path, tmp_path):
     _program(path, "nvidia-smi", "exit 9")
     done = CliRunner().invoke(app, [command, "--out", str(tmp_path / "rows.jsonl")])
@@ -188,10 +199,10 @@ def _command(tmp_path: Path, *arguments: str) -> list[dict]:
     done = subprocess.run(
         [sys.executable, "-m", "benchmarks.gpu", *arguments, "--rehearse", "--out", str(out),
          "--logs", str(tmp_path / "logs")],
-        cwd=ROOT, capture_output=True, text=True, env={**os.environ, MARK: "rehearsal"},
+        cwd=ROOT, capture_output=True, text=True, env={**os.environ, MARK: str(tmp_path)},
     )  # fmt: skip
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
-    assert not processes_with(MARK, "rehearsal")
+    assert not processes_with(MARK, str(tmp_path))
     return read_rows(out)
 
 
@@ -217,6 +228,91 @@ def test_the_race_is_rehearsed(tmp_path):
     cells = table(rows)
     assert {len(line) for line in cells} == {len(COLUMNS)}
     assert verdicts(rows)[0].startswith(f"both, {wire}: default ")
+
+
+def test_timing_kernels_is_rehearsed(tmp_path):
+    rows = _command(tmp_path, "kernels")
+    assert [row["row"] for row in rows] == list(kernels.ROWS)
+    for row in rows:
+        kinds = {kind: (count, *seconds) for kind, count, *seconds in row["kinds"]}
+        assert kinds["matmul"][0] > 0 and min(kinds["matmul"]) > 0
+        assert row["measured_s"] > 0 and row["simulated_s"] > 0 and row["peak_bytes"] > 0
+    assert {len(line) for line in kernels.table(rows)} == {len(kernels.COLUMNS)}
+    assert kernels.verdicts(rows)[0].startswith("plain: compute ")
+
+
+def test_the_curve_is_rehearsed(tmp_path):
+    (row,) = _command(tmp_path, "curve", "--ctas", "2")
+    assert row["wire"] == "copies, 2 CTAs" and row["predicted"] >= 1 and 0 <= row["taken"] <= 1
+    assert min(row["gather_s"], row["matmuls_s"], row["both_s"]) > 0
+    assert [len(line) for line in curve.table([row])] == [len(curve.COLUMNS)]
+
+
+@pytest.mark.parametrize(
+    "system",
+    [
+        systems.ROUNDS,
+        systems.VARLEN,
+        pytest.param(systems.COMPRESSED, marks=pytest.mark.nightly),
+        pytest.param(systems.ZEROTH, marks=pytest.mark.nightly),
+    ],
+)
+def test_training_systems_are_rehearsed(tmp_path, system: str):
+    rows = _command(tmp_path, "systems", "--system", system, "--rounds", "2")
+    assert len(rows) >= 2 and all(len(row["seconds"]) == 2 for row in rows), rows
+    cells = systems.table(rows)
+    assert {len(line) for line in cells} == {len(systems.COLUMNS)}
+    assert cells[0][5] == "1.000"
+
+
+@pytest.mark.nightly
+def test_looking_for_deadlocks_is_rehearsed(tmp_path):
+    graphs, no_graphs, death = _command(tmp_path, "deadlocks")
+    assert len(graphs["seconds"]) == len(no_graphs["seconds"]) == hang.REHEARSED_STEPS
+    assert "code -9" in death["error"] and "seconds" not in death
+    assert {len(line) for line in hang.table([graphs, death])} == {len(hang.COLUMNS)}
+
+
+@pytest.mark.nightly
+def test_all_is_rehearsed_within_its_time(tmp_path):
+    began = time.monotonic()
+    command = ["all", "--rehearse", "--minutes", "4", "--folder", str(tmp_path)]
+    done = subprocess.run(
+        [sys.executable, "-m", "benchmarks.gpu", *command, "--logs", str(tmp_path / "logs")],
+        cwd=ROOT, capture_output=True, text=True, env={**os.environ, MARK: "all"},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    assert time.monotonic() - began < 270
+    assert not processes_with(MARK, "all")
+    assert read_rows(tmp_path / "race.jsonl") and read_rows(tmp_path / "kernels.jsonl")
+
+
+def test_a_job_that_fails_has_a_row_and_the_next_one_runs(tmp_path):
+    function = "tests.benchmarks.test_gpu:gives"
+    asked = [
+        jobs.Job("step", name, function, dict(word=name), devices=1) for name in ("bad", "good")
+    ]
+    said = list[str]()
+    out = tmp_path / "rows.jsonl"
+    until = time.monotonic() + 120
+    jobs.run(asked, Place(None, None, tmp_path / "logs"), out, until, said.append)
+    bad, good = read_rows(out)
+    assert bad["row"] == "bad" and "ValueError: a bad word" in bad["error"]
+    assert good["word"] == "good" and "error" not in good and good["commit"]
+    jobs.run(asked, Place(None, None, tmp_path / "logs"), out, time.monotonic(), said.append)
+    assert said[-1] == "step, good: not measured, time is up" and len(read_rows(out)) == 2
+
+
+def test_the_store_of_mocked_processes_waits_for_nobody(monkeypatch):
+    """One process decides for all: they meet in a store that is its own."""
+    monkeypatch.setattr(jits, "mocks_processes", lambda: True)
+    monkeypatch.setattr(jax, "process_count", lambda: 64)
+    agreement = Agreement("step", tuple(range(64)), {"module": "a hash"})
+    assert meet(agreement, 1.0)
+    assert handed(lambda: "a plan", "plan", tuple(range(64)), within_s=1.0) == "a plan"
+    monkeypatch.setattr(jits, "mocks_processes", lambda: False)
+    with pytest.raises(DisagreementError, match="not initialized"):
+        meet(agreement, 1.0)
 
 
 def test_a_candidate_that_fails_has_a_row_with_its_reason():

@@ -1,20 +1,26 @@
 """Links alone are measured; what they are, and what they take from compute, is priced."""
 
 import dataclasses
+import re
 
 import jax
 import numpy as np
 import pytest
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
 
+from jaxoverlap import audit, parse_cluster
 from jaxoverlap.calibrate import calibrate, links
 from jaxoverlap.calibrate.links import BETWEEN, MATMUL, WITHIN, Sizes
 from jaxoverlap.cost import find
 from jaxoverlap.cost import tables as measured
 from jaxoverlap.cost.groups import Group
+from jaxoverlap.hardware.pods import compiler_options, devices
 from jaxoverlap.plan.collectives import PERMUTE
+from tests.support.pods import needs_plugin
 
-SMALL = Sizes((64, 256, 1024, 4096), (64, 64, 64), 1 << 12, ("f32",), rounds=2, target_s=1e-4)
-USUAL_MATMUL = dataclasses.replace(SMALL, matmul=(4096, 4096, 4096))
+SMALL = Sizes((64, 256, 1024, 4096), (64, 64), 1 << 12, ("f32",), rounds=2, target_s=1e-4)
+USUAL_MATMUL = dataclasses.replace(SMALL, matmul=(4096, 4096))
 KINDS = ("all-gather", "all-reduce", "reduce-scatter", "all-to-all", PERMUTE)
 
 
@@ -63,7 +69,7 @@ def test_links_of_two_kinds_are_priced_apart_and_kernels_by_one_factor(four):
     """Seconds made up: the network is ten times as slow, and a collective takes a quarter."""
     base = _base()
     alone = _alone(1e-6, WITHIN) | _alone(1e-5, BETWEEN)
-    alone |= {(MATMUL, "f32"): 3 * _as_f32(base).seconds(*USUAL_MATMUL.matmul)}
+    alone |= {(MATMUL, "f32"): 3 * _as_f32(base).seconds(*USUAL_MATMUL.dims)}
     moved = 8.0 * SMALL.memory_elements
     alone |= {("memory",): 2 * (base.memory.launch_s + moved / base.memory.bytes_per_s)}
     both = {}
@@ -83,7 +89,7 @@ def test_links_of_two_kinds_are_priced_apart_and_kernels_by_one_factor(four):
         assert far == pytest.approx(10 * near)
         assert model.share(kind, sent, Group(size)).sms == 0.25 * model.cluster.chip.num_sms
         assert model.share(kind, sent, Group(size, 2)).sms == 0
-    assert made.matmuls["f32"].seconds(*USUAL_MATMUL.matmul) == pytest.approx(
+    assert made.matmuls["f32"].seconds(*USUAL_MATMUL.dims) == pytest.approx(
         alone[MATMUL, "f32"], rel=1e-6
     )
     assert made.matmuls["fp8"].launch_s == base.matmuls["fp8"].launch_s
@@ -121,3 +127,35 @@ def test_the_command_measures_links_by_the_kernels_of_its_file(monkeypatch, tmp_
     made = measured.read(path)
     assert made.here and made.here.devices == 8 and set(made.taken_by) == set(KINDS)
     assert np.isfinite(made.collectives.error.worst)
+
+
+@needs_plugin
+@pytest.mark.pods
+def test_xla_overlaps_what_is_timed_together_on_gpus(monkeypatch):
+    """And keeps each matmul whole: of a sum of its parts it would compute only these."""
+    gpus = list(devices(parse_cluster("h100-sxm:1x4/4")))
+    monkeypatch.setattr(jax, "devices", lambda: gpus)
+    monkeypatch.setattr(links, "_filled", _like)
+    monkeypatch.setattr(links, "replicated", lambda mesh, n: _like(np.shape(n), np.int32, on(mesh)))
+    alone = {(MATMUL, "bf16"): 1e-4}
+    alone |= {(k, WITHIN, 4, links.USUAL.elements[-2]): 2e-4 for k in KINDS}
+    for program in links._together_programs(links.USUAL, 1, alone):
+        program.prepare()
+        program.compiled = program._lowered.compile(compiler_options())
+        text = program.compiled.as_text()
+        assert text.count(" dot(bf16[4096,4096]") + len(re.findall(r"4096\]\S* dot\(", text)) == 8
+        # XLA reduces some megabytes by a kernel of its own, which runs alone.
+        assert program.is_concurrent == (program.keys[0][1] != "all-reduce"), program.keys
+    for program in list(links._alone(links.USUAL, 1))[1:3]:
+        program.prepare()
+        compiled = program._lowered.compile(compiler_options())
+        assert audit(compiled.as_text()).total.count == len(links.USUAL.elements)
+
+
+def _like(shape, dtype, sharding):
+    whole = (sharding.mesh.size * shape[0], *shape[1:]) if sharding.spec else shape
+    return jax.ShapeDtypeStruct(whole, dtype, sharding=sharding)
+
+
+def on(mesh):
+    return NamedSharding(mesh, P())
