@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from benchmarks.frame import Row, markdown, rows_in, write_rows
+from benchmarks.frame import Row, rows_in, write_rows
 from benchmarks.gpu.place import LAST_S, PROCESSES, Place
 from benchmarks.gpu.processes import FailedError, messages
 from benchmarks.gpu.wires import Wire
@@ -252,6 +252,6 @@ def verdicts(rows: Sequence[Row]) -> list[str]:
     return lines
 
 
-def page(rows: Sequence[Row]) -> str:
-    """Return the table of the page, in Markdown."""
-    return markdown(COLUMNS, table(rows), NUMBERS)
+def shown(rows: Sequence[Row]) -> Any:
+    """Return the columns, the numbers among them, and the cells."""
+    return COLUMNS, NUMBERS, table(rows)
