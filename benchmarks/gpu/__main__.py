@@ -51,7 +51,7 @@ def main() -> None:
 
 Rehearse = Annotated[bool, typer.Option("--rehearse", help="On CPU devices, at small sizes.")]
 Library = Annotated[Path | None, typer.Option("--nccl", help="libnccl.so.2 of 2.30.3 or later.")]
-Minutes = Annotated[float, typer.Option(min=0.2, help="It ends within these.")]
+Minutes = Annotated[float, typer.Option(min=0.5, help="It ends within these.")]
 LOGS = Path("out/gpu/logs")
 Logs = Annotated[Path, typer.Option(help="A folder for what processes write.")]
 
@@ -200,10 +200,11 @@ def everything(
     with _ended():
         together = place(rehearse=rehearse, nccl_file=nccl, together=True, logs=logs)
         ends = _ends(time.monotonic(), 60 * minutes)
-        small = dict(step=["tensor"], candidate=["default"]) if rehearse else dict[str, Any]()
+        steps = ["tensor"] if rehearse else None
+        candidates = ["default"] if rehearse else list(_FIRST)
         few = {"rounds": 1 if rehearse else 5}
         _race(
-            together, ["copies, 2 CTAs"], small.get("step"), small.get("candidate"), **few,
+            together, ["copies, 2 CTAs"], steps, candidates, **few,
             until=ends["race"], out=folder / "race.jsonl",
         )  # fmt: skip
         pods = {timed_kernels.REHEARSED: "h100-sxm:1x4"} if rehearse else _first_pods()
@@ -219,6 +220,9 @@ def everything(
 
 
 _SHARES = {"race": 0.45, "kernels": 0.2, "deadlocks": 0.12, "curve": 0.08, "systems": 0.15}
+
+
+_FIRST: tuple[str, ...] = ("options O1", "scheduler pass", "two batch parts", "rings", "default")
 
 
 def _ends(began: float, seconds: float) -> dict[str, float]:

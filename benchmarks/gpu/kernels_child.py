@@ -25,7 +25,7 @@ from jaxoverlap.cost.tables import Here, InAStep, replace
 from jaxoverlap.hardware.topology import chip_of
 
 _RUNS = 3
-_LIMIT = 0.6  # of the device's memory, that is filled with random numbers
+_FILLED, _PIECES = 0.4, 32  # of the device's memory with random numbers, in so many arrays
 
 
 def kernels(here: Process, *, step: str, row: str, hosts_x_gpus: str) -> None:
@@ -97,10 +97,11 @@ def _fill() -> None:
     stats = jax.local_devices()[0].memory_stats()
     if stats is None:  # CPU devices have no such limit
         return
-    size = int(_LIMIT * stats["bytes_limit"]) // 2 // 8
-    keys = jax.random.split(jax.random.key(0), 8)
-    draw = jax.jit(lambda key: jax.random.normal(key, (size,), jnp.bfloat16))
-    jax.block_until_ready([draw(jax.device_put(key, jax.local_devices()[0])) for key in keys])
+    size = int(_FILLED * stats["bytes_limit"]) // 2 // _PIECES
+    draw = jax.jit(lambda seed: jax.random.normal(jax.random.key(seed), (size,), jnp.bfloat16))
+    device = jax.local_devices()[0]
+    pieces = [draw(jax.device_put(np.uint32(seed), device)) for seed in range(_PIECES)]
+    jax.block_until_ready(pieces)
 
 
 def _random(like: jax.ShapeDtypeStruct) -> jax.Array:

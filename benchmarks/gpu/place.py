@@ -18,7 +18,7 @@ NEEDS = (
     "FILE); --rehearse runs it on CPU devices"
 )
 NEEDS_ALONE = "needs one NVIDIA GPU and jax with its CUDA plugin; --rehearse runs it on CPU devices"
-LAST_S = 5.0  # in which processes are ended before time is up
+LAST_S = 15.0  # before time is up: processes and MPS are ended, which has as long to answer
 PROCESSES = 4  # that share a GPU
 _REHEARSED = 2  # processes of a rehearsal, which have the devices of four
 _MEMORY = 0.9  # of the GPU, for one process alone

@@ -90,7 +90,9 @@ def messages(
             children.append(_child(start, rank, port, function, arguments))
         yield from _read(children, start.silent_s, until)
     except FailedError as error:
-        raise FailedError(f"{error}{_mourned(children, start.mourn_s)}") from error
+        left_s = max(until - time.monotonic(), 0.0)
+        ends = _mourned(children, min(start.mourn_s, left_s))
+        raise FailedError(f"{error}{ends}") from error
     finally:
         _end(children)
 
@@ -116,7 +118,8 @@ def _read(children: list[_Child], silent_s: float, until: float) -> Iterator[lis
                     selector.unregister(key.fileobj)
             while all(child.pending for child in children):
                 together = [child.pending.pop(0) for child in children]
-                assert len({message["kind"] for message in together}) == 1, together
+                if len({message["kind"] for message in together}) > 1:
+                    raise FailedError(f"processes are not at the same place: {together}")
                 yield together
                 heard = time.monotonic()  # whoever reads may have taken its time
 

@@ -174,9 +174,7 @@ class _Session:
         step, candidate = self.doing.get("step", ""), self.doing.get("candidate", "")
         what = self.doing.get("what", "starting")
         if not step or why == "time is up":
-            for name in self.jobs:
-                if (name, f"{self.wire.name}, {PLAIN}") not in self.race.rows:
-                    self._set(name, PLAIN, error=f"{what}: {why}")
+            self._leave(f"{what}: {why}")
             return False
         raced = [s for s in self.jobs if s != step and self._has_seconds(s)]
         for name in raced:
@@ -192,6 +190,16 @@ class _Session:
             self._set(step, candidate or PLAIN, error=f"{what}: {why}")
             del self.jobs[step]
         return True
+
+    def _leave(self, why: str) -> None:
+        """Give each candidate that was begun a row with the reason, and each step one at least."""
+        rows, commit = self.race.rows, self.race.place.about["commit"]
+        for step, candidates in self.jobs.items():
+            for candidate in candidates:
+                row = rows.get((step, f"{self.wire.name}, {candidate}"))
+                begun = row and row["commit"] == commit and not row.keys() & {"step_s", "error"}
+                if begun or (row is None and candidate == PLAIN):
+                    self._set(step, candidate, error=why)
 
     def _has_seconds(self, step: str) -> bool:
         row = self.race.rows.get((step, f"{self.wire.name}, {PLAIN}"), {})

@@ -40,6 +40,11 @@ class Size:
     sequence: int
     vocab: int = 4096
 
+    def narrow(self) -> Size:
+        """Return half the width: exact matmuls and sockets take ten times as long and more."""
+        half = dict(hidden=self.hidden // 2, heads=self.heads // 2, mlp=self.mlp // 2)
+        return replace(self, **half)
+
 
 @dataclass(frozen=True)
 class Built:
