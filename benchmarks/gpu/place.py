@@ -38,7 +38,7 @@ class Place:
     gpu: Gpu | None
     nccl: Nccl | None
     logs: Path
-    silent_s: float = 180.0
+    silent_s: float = 300.0
 
     @property
     def about(self) -> Row:

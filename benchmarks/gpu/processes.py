@@ -50,7 +50,7 @@ class Start:
     devices: int
     environment: Callable[[int], dict[str, str]]
     logs: Path
-    silent_s: float = 180.0
+    silent_s: float = 300.0
     jax: bool = True
     heartbeat_s: float = 100.0
     mourn_s: float = 0.0
@@ -180,7 +180,9 @@ def _child(start: Start, rank: int, port: int, function: str, arguments: Message
     facts |= dict(heartbeat_s=start.heartbeat_s)
     told = json.dumps(facts | dict(parent=os.getpid()))
     command = [sys.executable, "-m", "benchmarks.gpu.child", str(theirs), function, told]
-    environment = {**os.environ, "PYTHONPATH": _python_path(), **start.environment(rank)}
+    # A wire says all that NCCL reads: what was set for other runs would be another wire.
+    inherited = {k: v for k, v in os.environ.items() if not k.startswith("NCCL_")}
+    environment = {**inherited, "PYTHONPATH": _python_path(), **start.environment(rank)}
     try:
         with log.open("wb") as file:
             process = subprocess.Popen(

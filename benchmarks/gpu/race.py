@@ -126,6 +126,8 @@ class _Session:
         match first["kind"]:
             case "device":
                 self.device = {k: v for k, v in first.items() if k != "kind"}
+            case "doing" if first["what"] == self.doing.get("what") == "racing":
+                self.doing = first  # one of many turns
             case "doing":
                 self.doing = first
                 said = ", ".join(filter(None, (self.wire.name, step, candidate)))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import itertools
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -138,11 +139,16 @@ def _race_step(
     for name in made:  # one by one first, so that it is known which one hangs
         here.send("doing", step=step, candidate=name, what="running")
         contender(name)()
-    here.send("doing", step=step, what="racing")
+    turns = itertools.cycle(made)
+
+    def barrier() -> None:
+        here.barrier()
+        here.send("doing", step=step, candidate=next(turns), what="racing")
+
     rows = interleaved(
         {name: contender(name) for name in made},
         runs=rounds,
-        barrier=here.barrier,
+        barrier=barrier,
         sent_bytes=lambda: 0,
     )
     here.send("raced", step=step, rows=rows)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -36,7 +37,13 @@ def _take_turns(
     for name, run in contenders.items():
         here.send("doing", row=name, what="the first run")
         run()
-    taken = interleaved(contenders, runs=rounds, barrier=here.barrier, sent_bytes=lambda: 0)
+    turns = itertools.cycle(contenders)
+
+    def barrier() -> None:
+        here.barrier()
+        here.send("doing", row=next(turns), what="a turn")
+
+    taken = interleaved(contenders, runs=rounds, barrier=barrier, sent_bytes=lambda: 0)
     for name, row in taken.items():
         here.send("row", row=name, seconds=row["seconds"], **(more or {}).get(name, {}))
 

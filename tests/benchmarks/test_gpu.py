@@ -13,7 +13,7 @@ import pytest
 from typer.testing import CliRunner
 
 from benchmarks.frame import read_rows
-from benchmarks.gpu import curve, hang, jobs, kernels, machine, systems
+from benchmarks.gpu import curve, hang, jobs, kernels, machine, race, systems
 from benchmarks.gpu.__main__ import app
 from benchmarks.gpu.machine import MissingError, mps, nccl, processes_with
 from benchmarks.gpu.place import Place
@@ -313,6 +313,58 @@ def test_the_store_of_mocked_processes_waits_for_nobody(monkeypatch):
     monkeypatch.setattr(jits, "mocks_processes", lambda: False)
     with pytest.raises(DisagreementError, match="not initialized"):
         meet(agreement, 1.0)
+
+
+def _hears(monkeypatch, *sessions):
+    """Let each start of processes send these messages, the last of them an error."""
+    left = list(sessions)
+
+    def messages(start, function, arguments, *, until):
+        asked.append({step: list(names) for step, names in arguments["jobs"].items()})
+        for message in left.pop(0):
+            if isinstance(message, Exception):
+                raise message
+            yield [message]
+
+    asked = list[dict]()
+    monkeypatch.setattr(race, "messages", messages)
+    return asked
+
+
+def _compiled(candidate):
+    found = dict(compile_s=1.0, taken="", simulated={"step_s": 1.0})
+    return dict(kind="compiled", step="both", candidate=candidate, **found)
+
+
+def test_a_candidate_that_hangs_is_left_out_and_the_others_are_raced(monkeypatch, tmp_path):
+    device = dict(kind="device", device="cpu", platform="cpu", devices=4, processes=2)
+    hangs = dict(kind="doing", step="both", candidate="rings", what="racing")
+    seconds = {"plain": {"seconds": [1.0, 3.0, 2.0], "sent_bytes": [0, 0, 0]}}
+    asked = _hears(
+        monkeypatch,
+        [device, _compiled("plain"), _compiled("rings"), hangs, FailedError("no word for 300 s")],
+        [device, _compiled("plain"), dict(kind="raced", step="both", rows=seconds),
+         dict(kind="compared", step="both", candidate="plain", difference=0.0)],
+    )  # fmt: skip
+    out, said = tmp_path / "rows.jsonl", list[str]()
+    until = time.monotonic() + 60
+    one = race.Race(Place(None, None, tmp_path), out, 3, until, said.append)
+    one.run([WIRES["sockets"]], ["both"], ["rings"])
+    assert asked == [{"both": ["plain", "rings"]}, {"both": ["plain"]}]
+    rows = {row["candidate"]: row for row in read_rows(out)}
+    assert rows["rings"]["error"] == "racing: no word for 300 s" and "step_s" not in rows["rings"]
+    assert rows["plain"]["step_s"] == 2.0 and rows["plain"]["difference"] == 0.0
+
+
+def test_what_was_begun_when_time_is_up_says_so(monkeypatch, tmp_path):
+    doing = dict(kind="doing", step="both", candidate="rings", what="compiling")
+    _hears(monkeypatch, [_compiled("plain"), doing, FailedError("time is up")])
+    out = tmp_path / "rows.jsonl"
+    one = race.Race(Place(None, None, tmp_path), out, 3, time.monotonic() + 60, lambda _: None)
+    one.run([WIRES["sockets"]], ["both", "Muon"], ["rings"])
+    rows = {(row["step"], row["candidate"]): row["error"] for row in read_rows(out)}
+    why = "compiling: time is up"
+    assert rows == {("both", "plain"): why, ("Muon", "plain"): why}
 
 
 def test_a_candidate_that_fails_has_a_row_with_its_reason():
