@@ -16,6 +16,8 @@ from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
+from jaxoverlap._util.files import write_atomically
+
 Row = dict[str, Any]
 Out = Annotated[Path, typer.Option(help="Add rows to this file.")]
 MaybeOut = Annotated[Path | None, typer.Option(help="Add rows to this file.")]
@@ -47,9 +49,9 @@ def rows_in(path: Path) -> dict[tuple[str, str], Row]:
 
 
 def write_rows(out: Path, rows: Iterable[Mapping[str, Any]]) -> None:
-    """Write rows as JSON lines, in the place of what the file has."""
+    """Write rows as JSON lines, atomically, in the place of what the file has."""
     out.parent.mkdir(parents=True, exist_ok=True)
-    out.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    write_atomically(out, "".join(json.dumps(row) + "\n" for row in rows))
 
 
 def add_rows(out: Path | None, *rows: Mapping[str, Any]) -> None:

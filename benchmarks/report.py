@@ -11,8 +11,9 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -20,6 +21,7 @@ from benchmarks import cudnn_numbers, explicit, frame, one_gpu, questions, ragge
 from benchmarks.drawn import rows as drawn
 from benchmarks.drawn.rows import compared
 from benchmarks.frame import in_ms, markdown, read_rows
+from benchmarks.gpu import curve, hang, kernels, race, systems
 from benchmarks.local_updates import learning
 from benchmarks.pods import rows as pods
 from benchmarks.pods.suite import SCHEDULED
@@ -184,6 +186,17 @@ def _varlen() -> str:
     return f"{table}\n\n{varlen.summary(rows)}"
 
 
+def _gpu(name: str, module: Any) -> str:
+    """Return the table of a measurement on one GPU, or that there is none."""
+    rows = read_rows(RESULTS / f"gpu_{name}.jsonl")
+    if not rows:
+        return f"Not measured yet: `python -m benchmarks.gpu {name}` on a machine with a GPU."
+    columns, numbers, cells = module.shown(rows)
+    said = "".join(f"- {line}.\n" for line in getattr(module, "verdicts", lambda _: [])(rows))
+    known = [row for row in rows if {"device", "platform", "jax"} <= row.keys()]
+    return f"{markdown(columns, cells, numbers)}\n\n{said}\n{_on(known) if known else ''}".strip()
+
+
 TABLES: Mapping[str, Callable[[], str]] = {
     "pods": _pods,
     "suite": _suite,
@@ -197,6 +210,11 @@ TABLES: Mapping[str, Callable[[], str]] = {
     "third party": _third_party,
     "local updates": _local_updates,
     "varlen": _varlen,
+    "gpu race": partial(_gpu, "race", race),
+    "gpu kernels": partial(_gpu, "kernels", kernels),
+    "gpu curve": partial(_gpu, "curve", curve),
+    "gpu systems": partial(_gpu, "systems", systems),
+    "gpu deadlocks": partial(_gpu, "deadlocks", hang),
 }
 
 

@@ -46,7 +46,7 @@ def syncs() -> dict[str, Any]:
 
 def jax_host(host: Any, *, runs: int, start: bool = False) -> dict[str, Any]:
     """Set up, or time a step of each method in turn; programs and states live on between calls."""
-    contenders, states, sync = _set_up(host)
+    contenders, states, sync = set_up(host)
     if start:
         for _ in range(WARM + 1):  # the last one takes L-GreCo's settings into use
             for step in contenders.values():
@@ -56,7 +56,16 @@ def jax_host(host: Any, *, runs: int, start: bool = False) -> dict[str, Any]:
 
 
 @functools.cache
-def _set_up(host: Any) -> Any:
+def set_up(
+    host: Any, width: int = WIDTH, rows: int = ROWS, names: tuple[str, ...] | None = None
+) -> Any:
+    """Return a step of each method, which keeps its state, the states and the methods, by name.
+
+    Args:
+        host: the lab's.
+        width, rows: of a layer, and of a host's batch.
+        names: of the methods; None: all.
+    """
     import jax
     import jax.numpy as jnp
     import optax
@@ -70,10 +79,10 @@ def _set_up(host: Any) -> Any:
     rng = np.random.default_rng(0)
     # Layers differ in how fast their gradients' spectra fall, as a model's do.
     params = [
-        (rng.normal(size=(WIDTH, WIDTH)) * (0.3 + 0.2 * i) / WIDTH**0.5).astype("f")
+        (rng.normal(size=(width, width)) * (0.3 + 0.2 * i) / width**0.5).astype("f")
         for i in range(LAYERS)
     ]
-    x = np.random.default_rng(host.rank).normal(size=(ROWS, WIDTH)).astype("f")
+    x = np.random.default_rng(host.rank).normal(size=(rows, width)).astype("f")
     batch = jax.make_array_from_process_local_data(NamedSharding(mesh, P("data")), x)
 
     def loss(params: Any, x: Any) -> Any:
@@ -84,6 +93,8 @@ def _set_up(host: Any) -> Any:
 
     states, contenders, methods = {}, {}, {}
     for name, sync in syncs().items():
+        if names and name not in names:
+            continue
         method = compression.data_parallel(
             jax.value_and_grad(loss), optax.sgd(1e-3), mesh, sync=sync
         )

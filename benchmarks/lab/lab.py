@@ -86,7 +86,7 @@ class Lab:
         if reason := why_not():
             raise LabError(f"no lab here: {reason}")
         self._exit = contextlib.ExitStack()
-        self._exit.enter_context(_ended_by_signals())
+        self._exit.enter_context(ended_by_signals())
         try:
             self.folder = self._given or Path(tempfile.mkdtemp(prefix="jaxoverlap-lab-"))
             self.folder.mkdir(parents=True, exist_ok=True)
@@ -100,7 +100,7 @@ class Lab:
         self._down()
 
     def _down(self) -> None:
-        with _uninterrupted():
+        with uninterrupted():
             for process in self._started:
                 process.kill()
             for process in self._started:
@@ -338,7 +338,7 @@ class _Line:
 
 
 @contextlib.contextmanager
-def _ended_by_signals() -> Iterator[None]:
+def ended_by_signals() -> Iterator[None]:
     """Let SIGTERM and SIGHUP end the program as Ctrl-C does, so that the lab is taken down."""
     if threading.current_thread() is not threading.main_thread():
         yield
@@ -357,7 +357,7 @@ def _ended_by_signals() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _uninterrupted() -> Iterator[None]:
+def uninterrupted() -> Iterator[None]:
     """Hold signals back while the lab is taken down."""
     held = {signal.SIGINT, signal.SIGTERM, signal.SIGHUP}
     before = signal.pthread_sigmask(signal.SIG_BLOCK, held)

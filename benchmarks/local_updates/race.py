@@ -34,7 +34,7 @@ RATES = (1000.0, 200.0, 100.0, 60.0, 40.0, 25.0)  # Mbit/s
 def host_main(host: Any, *, method: str, rounds: int, rows: int) -> dict[str, Any]:
     """Time rounds of a method on one host; the programs live on between calls."""
     _start(host)
-    return turn(host, _runner(method, rows), rounds, barrier=_together)
+    return turn(host, runner(method, rows), rounds, barrier=_together)
 
 
 @functools.cache
@@ -79,16 +79,22 @@ def train_step(state: Any, x: jax.Array) -> tuple[Any, jax.Array]:
 
 
 @functools.cache
-def _runner(method: str, rows: int) -> Any:
-    """Return run(rounds), which returns when they are done; a worker's batch has so many rows."""
+def runner(method: str, rows: int, width: int = WIDTH, layers: int = LAYERS) -> Any:
+    """Return run(rounds), which returns when they are done.
+
+    Args:
+        method: one of METHODS.
+        rows: of a worker's batch.
+        width, layers: of the model.
+    """
     from jaxoverlap.train import LocalUpdates, co2, diloco, local_sgd
 
     mesh = _mesh()
     rng = np.random.default_rng(0)
-    params = [rng.normal(size=(WIDTH, WIDTH)).astype("f") / WIDTH for _ in range(LAYERS)]
+    params = [rng.normal(size=(width, width)).astype("f") / width for _ in range(layers)]
     replicated, split = NamedSharding(mesh, P()), NamedSharding(mesh, P(None, "data"))
     start = dict(params=jax.device_put(params, replicated), optimizer=OPTIMIZER.init(params))
-    own = rng.normal(size=(EVERY, rows, WIDTH)).astype("f")
+    own = rng.normal(size=(EVERY, rows, width)).astype("f")
     batches = jax.make_array_from_process_local_data(split, own)
     if method == "synchronous":
 
@@ -112,7 +118,7 @@ def _runner(method: str, rows: int) -> Any:
     )
     state = [updates.init(start)]
     if method == "alone":
-        steps = jax.jit(updates._rounds(state[0]).steps)
+        steps = jax.jit(functools.partial(updates._rounds(state[0]).steps, count=EVERY))
         worker = [state[0].worker]
 
         def run_alone(rounds: int) -> None:

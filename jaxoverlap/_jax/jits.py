@@ -21,6 +21,7 @@ from jax._src import (
     distributed,
     pjit,
     util,
+    xla_bridge,
 )
 from jax._src.interpreters import pxla
 
@@ -262,6 +263,14 @@ def _accept(options: tuple[tuple[str, str], ...], device: Any) -> bool:
 def key_value_store() -> Any:
     """The store of `jax.distributed`, of which all processes are clients; None without that."""
     return distributed.global_state.client
+
+
+def mocks_processes() -> bool:
+    """Return whether JAX only pretends that there are other processes (JAX_MOCK_GPU_TOPOLOGY).
+
+    This one then runs one device's part of a program, with collectives that take no time.
+    """
+    return bool(xla_bridge.MOCK_GPU_TOPOLOGY.value) and not distributed.global_state.client
 
 
 def started_processes() -> tuple[int, int]:

@@ -45,13 +45,42 @@ class DisagreementError(RuntimeError):
     """The processes are not about to run one program, or one of them is missing."""
 
 
+class AloneStore:
+    """The store of a process whose peers are mocked: it decides for all."""
+
+    def __init__(self) -> None:
+        self._values: dict[str, str] = {}
+
+    def key_value_set(self, key: str, value: str, allow_overwrite: bool = False) -> None:
+        """Set the value of a key."""
+        self._values[key] = value
+
+    def blocking_key_value_get(self, key: str, timeout_in_ms: int) -> str:
+        """Return a value that this process has set."""
+        return self._values[key]
+
+    def key_value_dir_get(self, key: str) -> list[tuple[str, str]]:
+        """All keys below a key, and their values."""
+        return [(k, v) for k, v in self._values.items() if k.startswith(key)]
+
+    def wait_at_barrier(
+        self, barrier_id: str, timeout_in_ms: int, process_ids: Sequence[int]
+    ) -> None:
+        """Return at once."""
+
+
+_ALONE = AloneStore()
+
+
 def store_of_processes() -> Store:
-    """The store that all processes share.
+    """The store that all processes share; this process's own where the others are mocked.
 
     Raises:
         DisagreementError: if jax.distributed was not initialized.
     """
     store = jits.key_value_store()
+    if store is None and jits.mocks_processes():
+        return _ALONE
     if store is None:
         raise DisagreementError(
             f"{jax.process_count()} processes, but jax.distributed was not initialized, so they "

@@ -1,6 +1,7 @@
 """Make a file of cost tables: `python -m jaxoverlap.calibrate`.
 
-With `--here`, of the devices that JAX sees on this machine. With `--from-profile`, the tables of a
+With `--here`, of the devices that JAX sees on this machine; with `--links` as well, only of what
+joins them. With `--from-profile`, the tables of a
 chip, corrected by what a profile of your own step shows. The package's own tables are made by
 benchmarks/chip_tables.
 """
@@ -11,21 +12,24 @@ import argparse
 import contextlib
 import datetime
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
+from typing import NamedTuple
 
 import jax
 import msgspec
 from rich.console import Console
-from rich.progress import Progress
+from rich.progress import Progress, TimeElapsedColumn
 from rich.table import Table
 
 from jaxoverlap._util.files import check_writable, write_atomically
-from jaxoverlap.calibrate import from_profile, this_machine
+from jaxoverlap.calibrate import from_profile, links, this_machine
 from jaxoverlap.calibrate.this_machine import USUAL
 from jaxoverlap.cost import find
 from jaxoverlap.cost.interpolation import FitError
-from jaxoverlap.cost.tables import ChipTables, decode
+from jaxoverlap.cost.tables import ChipTables, decode, packaged
+from jaxoverlap.hardware.cluster import Cluster, chips
 from jaxoverlap.profiling import profile
 
 
@@ -50,6 +54,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument(
         "--here", type=Path, metavar="FILE", help="measure this machine's devices, and write FILE"
     )
+    parser.add_argument(
+        "--links",
+        action="store_true",
+        help="with --here: measure links alone, in under a minute; kernels by the package's tables "
+        "of the chip, or by those that FILE has",
+    )
     job = parser.add_argument_group(
         "several processes", "one on each host, all started alike: the links between are measured"
     )
@@ -71,12 +81,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if not options.from_profile and (options.pod or options.prices or options.out):
         parser.error("--pod, --prices and --out go with --from-profile")
     if options.from_profile:
-        if options.here or not options.out or not (options.pod or options.prices):
-            parser.error("--from-profile needs --out, and --pod or --prices; it is without --here")
+        if options.here or options.links or not options.out or not (options.pod or options.prices):
+            parser.error(
+                "--from-profile needs --out, and --pod or --prices; without --here and --links"
+            )
         _from_profile(options.from_profile, options.pod, options.prices, options.out)
         return
     if not options.here:
-        parser.error("give --here FILE or --from-profile PATH")
+        parser.error("give --here FILE, also with --links, or --from-profile PATH")
     said = (options.coordinator, options.processes, options.process)
     if any(s is not None for s in said):
         if None in said:
@@ -85,21 +97,61 @@ def main(arguments: Sequence[str] | None = None) -> None:
     today = datetime.date.today().isoformat()
     console = Console()
     console.quiet = bool(options.process)  # only process 0 speaks
-    with Progress(console=console) as progress:
-        made = _here(options.here, today, progress)
+    try:
+        measure = _links(options.here) if options.links else _whole()
+    except ValueError as error:
+        parser.error(str(error))
+    made = _measured(measure, today, console)
+    if jax.process_index() == 0:
+        write(made, options.here)
     console.print(errors([made]))
 
 
-def _here(path: Path, today: str, progress: Progress) -> ChipTables:
-    task = progress.add_task("here", total=this_machine.measurements(USUAL))
+class _Measurement(NamedTuple):
+    """A measurement, which calls `advance` so many times."""
 
-    def advance(what: str) -> None:
-        progress.update(task, advance=1, description=what)
+    tables: Callable[[str, Callable[[str], None]], ChipTables]
+    advances: int
 
-    tables = this_machine.tables_here(today, advance, grid=USUAL)
-    if jax.process_index() == 0:
-        write(tables, path)
-    return tables
+
+def _whole() -> _Measurement:
+    tables = partial(this_machine.tables_here, grid=USUAL)
+    return _Measurement(tables, this_machine.measurements(USUAL))
+
+
+def _links(path: Path) -> _Measurement:
+    """Return the measurement of links, with kernels by the tables of the chip or of a file.
+
+    Raises:
+        ValueError: if there are no such tables.
+    """
+    hosts, sizes = links.hosts_here(), links.USUAL
+    chip = next((c for c in chips() if c.device_name == jax.devices()[0].device_kind), None)
+    loops = None
+    if chip and packaged(chip.name):
+        one = Cluster(chip, 1, 1, chip.nvlink, chip.network)
+        base, loops = find.cost_model(one).tables, find.cost_model(one, loops=True).tables
+    elif path.exists():
+        base = decode(path.read_bytes(), str(path))
+    else:
+        raise ValueError(
+            f"--links: the package has no tables of {jax.devices()[0].device_kind}, and {path} is "
+            "not there; measure all first, without --links"
+        )
+    tables = partial(links.tables_with_links, base, loops=loops, hosts=hosts, sizes=sizes)
+    return _Measurement(tables, links.measurements(sizes, hosts))
+
+
+def _measured(measurement: _Measurement, today: str, console: Console) -> ChipTables:
+    """Measure; show what is measured, and how long it will still take."""
+    columns = (*Progress.get_default_columns(), TimeElapsedColumn())
+    with Progress(*columns, console=console) as progress:
+        task = progress.add_task("here", total=measurement.advances)
+
+        def advance(what: str) -> None:
+            progress.update(task, advance=1, description=what)
+
+        return measurement.tables(today, advance)
 
 
 def _from_profile(path: Path, pod: str | None, prices: Path | None, out: Path) -> None:
@@ -134,7 +186,7 @@ def errors(made: Sequence[ChipTables]) -> Table:
         errors["collectives of other sizes"] = tables.collectives.error_new_sizes
         errors["permutes (all fitted)"] = tables.permutes.error
         for name, error in errors.items():
-            if error:
+            if error and error.rows:
                 parts = (f"{part:.1%}" for part in (error.mean, error.median, error.worst))
                 grid.add_row(tables.chip, name, str(error.rows), *parts)
     return grid

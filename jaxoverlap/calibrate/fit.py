@@ -67,7 +67,9 @@ def held_back(count: int) -> np.ndarray:
 
 
 def error(predicted: np.ndarray, measured: np.ndarray) -> FitError:
-    """Return the mean, median and worst relative error of predictions."""
+    """Return the mean, median and worst relative error of predictions; 0 if there are none."""
+    if not len(measured):
+        return FitError(0, 0.0, 0.0, 0.0)
     off = np.abs(np.asarray(predicted) / np.asarray(measured) - 1)
     mean, median, worst = (round(float(f(off)), 4) for f in (np.mean, np.median, np.max))
     return FitError(len(off), mean, median, worst)

@@ -443,19 +443,20 @@ def _clock(body: Body, shapes: Shapes, dtype: Any, group: int, *, each: int = 1)
         return time.perf_counter() - start
 
     trips = 1
-    seconds(_replicated(mesh, trips))  # compiles
-    while _first_says(seconds(_replicated(mesh, trips)) < _TARGET_S / 2):
+    seconds(replicated(mesh, trips))  # compiles
+    while first_says(seconds(replicated(mesh, trips)) < _TARGET_S / 2):
         trips *= 4
-    count = _replicated(mesh, trips)
+    count = replicated(mesh, trips)
     return lambda: seconds(count) / trips / each
 
 
-def _first_says(answer: bool) -> bool:
+def first_says(answer: bool) -> bool:
     """Return process 0's answer in all processes, which have to run the same programs."""
     if jax.process_count() == 1:
         return answer
     return bool(multihost_utils.broadcast_one_to_all(np.int32(answer)))
 
 
-def _replicated(mesh: Mesh, number: int) -> jax.Array:
-    return jax.device_put(np.int32(number), jax.sharding.NamedSharding(mesh, PartitionSpec()))
+def replicated(mesh: Mesh, numbers: int | np.ndarray) -> jax.Array:
+    """Return int32s that every device of a mesh has."""
+    return jax.device_put(np.int32(numbers), jax.sharding.NamedSharding(mesh, PartitionSpec()))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 from msgspec.structs import replace
 
 from jaxoverlap.cost.tables import ChipTables, Here, InAStep
@@ -68,14 +70,24 @@ def in_a_step(tables: ChipTables, times: InAStep) -> ChipTables:
 
 
 def cluster_here(tables: ChipTables, here: Here) -> Cluster:
-    """The cluster that `--here` found: one host, whose devices all reach each other.
+    """The cluster that `--here` found, with the links that it measured.
 
-    Devices of several hosts count as one host's, as what was measured is the links between them.
-
-    What was not measured (memory, caches, clocks) is zero.
+    Devices of several hosts count as one host's, unless links between hosts were measured apart.
+    Of a chip that the package does not know, what was not measured (memory, caches, clocks) is 0.
     """
     link = Link("this host", tables.permutes.bytes_per_s, tables.permutes.latency_s)
-    chip = Chip(
+    network = link
+    if tables.between:
+        hops = tables.between.permutes
+        network = Link("between hosts", hops.bytes_per_s, hops.latency_s)
+    known = next((chip for chip in chips() if chip.name == tables.chip), None)
+    chip = dataclasses.replace(known or _unknown(tables, here, link), nvlink=link, network=network)
+    processes = max(here.processes // here.hosts, 1)
+    return Cluster(chip, here.hosts, here.devices // here.hosts, link, network, processes)
+
+
+def _unknown(tables: ChipTables, here: Here, link: Link) -> Chip:
+    return Chip(
         name=tables.chip,
         device_name=tables.chip,
         compute_capability=(0, 0),
@@ -94,4 +106,3 @@ def cluster_here(tables: ChipTables, here: Here) -> Cluster:
         host_link=link,  # not measured
         source=f"measured, {here.versions}",
     )
-    return Cluster(chip, 1, here.devices, link, link, here.processes)

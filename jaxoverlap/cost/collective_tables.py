@@ -110,6 +110,25 @@ class Permutes(msgspec.Struct, frozen=True):
         )
 
 
+class Between(msgspec.Struct, frozen=True):
+    """Collectives and permutes between hosts, measured by `--links`.
+
+    Attributes:
+        collectives: of groups with one device on each host, and of all devices.
+        permutes: to the next host.
+        taken: the share of compute that each kind takes while it runs.
+    """
+
+    collectives: Collectives
+    permutes: Permutes
+    taken: dict[str, float]
+
+    def scaled(self, times: Mapping[str, float], permutes: float) -> Between:
+        """Return links whose collectives, by kind, and permutes take so many times longer."""
+        collectives, hops = self.collectives.scaled(times), self.permutes.scaled(permutes)
+        return Between(collectives, hops, self.taken)
+
+
 class Skew(msgspec.Struct, frozen=True):
     """Seconds that a collective waits for the last device, where devices share cores.
 

@@ -243,6 +243,8 @@ class CostModel:
                 self.tables.collectives.seconds(kind, bytes_moved, group.size),
                 self.tables.collectives.seconds(kind, 0, group.size),
             )
+        elif between := self.tables.between:
+            seconds = between.collectives.seconds(kind, bytes_moved, group.size)
         else:
             spread = nccl.Spread(
                 group.size, group.domains, self._nvlink_rate(kind), self.cluster.network
@@ -295,8 +297,8 @@ class CostModel:
         channels = channels or self._given.get((kind, bytes_moved, group))
         kind = self._known(kind, bytes_moved)
         most = self.tables.channels
-        if group.size > 1 and self.tables.taken:
-            return Share(self.tables.taken * self.cluster.chip.num_sms)
+        if group.size > 1 and (taken := self._taken(kind, group)) is not None:
+            return Share(taken * self.cluster.chip.num_sms)
         if group.size == 1 or most == 0:
             return ALONE
         rate = bytes_moved / self.collective_s(kind, bytes_moved, group, channels)
@@ -314,6 +316,12 @@ class CostModel:
         return Share(count, traffic)
 
     # -- pieces -----------------------------------------------------------------------------------
+
+    def _taken(self, kind: str, group: Group) -> float | None:
+        """The measured share of compute that a collective takes; None if it was not measured."""
+        between = self.tables.between
+        by_kind = between.taken if between and group.domains > 1 else self.tables.taken_by
+        return by_kind.get(kind, self.tables.taken or None)
 
     @functools.cached_property
     def _given(self) -> dict[Sent, Channels]:
@@ -361,6 +369,8 @@ class CostModel:
         return known
 
     def _permute_s(self, bytes_moved: int, group: Group, channels: Channels | None) -> float:
+        if group.domains > 1 and self.tables.between and self.tables.between.permutes.curve:
+            return self.tables.between.permutes.curve.at(bytes_moved)
         if group.domains > 1:
             return nccl.network_permute_s(bytes_moved, self.cluster.network)
         if group.by_copy:

@@ -17,7 +17,7 @@ from typing import Self
 import msgspec
 from msgspec.structs import replace
 
-from jaxoverlap.cost.collective_tables import Collectives, Permutes, Skew
+from jaxoverlap.cost.collective_tables import Between, Collectives, Permutes, Skew
 from jaxoverlap.cost.interpolation import Curve, FitError, factor
 from jaxoverlap.plan.collectives import PERMUTE
 
@@ -172,6 +172,9 @@ class ChipTables(msgspec.Struct, frozen=True, kw_only=True):
             collectives take no SMs.
         skew: how long collectives wait for the last device; None where each has cores of its own.
         taken: the share of compute that a collective takes while it runs, where both share cores.
+        taken_by: the same by kind, within a host, where `--links` measured it.
+        between: collectives between hosts, where `--links` measured them; None: NCCL's tuning model
+            estimates them.
         here: what `--here` found: how many devices, on what host; None for a chip of the package.
         profiled: the cluster whose profile corrected them (`--from-profile`), and measured against
             predicted seconds by class of kernel, which are in the tables; empty if none did.
@@ -187,6 +190,8 @@ class ChipTables(msgspec.Struct, frozen=True, kw_only=True):
     attention: AttentionTable | None = None
     skew: Skew | None = None
     taken: float = 0.0
+    taken_by: dict[str, float] = {}
+    between: Between | None = None
     here: Here | None = None
     profiled: tuple[str, dict[str, float]] = ("", {})
     format: int = FORMAT
@@ -208,6 +213,7 @@ class ChipTables(msgspec.Struct, frozen=True, kw_only=True):
             attention=self.attention and self.attention.scaled(times.get("attention", 1.0)),
             collectives=self.collectives.scaled(times),
             permutes=self.permutes.scaled(permutes),
+            between=self.between and self.between.scaled(times, permutes),
             skew=self.skew and self.skew.scaled(permutes),
         )
 
@@ -221,6 +227,7 @@ class Here(msgspec.Struct, frozen=True):
         versions: the versions of jax and python.
         in_a_step: the factors from a loop to a step that the tables have in them.
         processes: how many processes the devices were in.
+        hosts: how many hosts, if links between hosts were measured apart from those within.
     """
 
     devices: int
@@ -228,6 +235,7 @@ class Here(msgspec.Struct, frozen=True):
     versions: str
     in_a_step: InAStep
     processes: int = 1
+    hosts: int = 1
 
 
 class InAStep(msgspec.Struct, frozen=True):
