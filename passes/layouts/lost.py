@@ -94,7 +94,7 @@ def _unique(names: Sequence[Name]) -> tuple[Name, ...]:
 
 
 def _replaced(names: Sequence[Name], instead: _Instead) -> tuple[Name, ...]:
-    """Return names of dims, with others in place of those that loops index."""
+    """Return names of dims, with others instead of those that loops index."""
     return _unique([new for name in names for new in instead.get(name) or (name,)])
 
 
@@ -102,7 +102,7 @@ def _replaced(names: Sequence[Name], instead: _Instead) -> tuple[Name, ...]:
 
 
 def _indexed(every: Sequence[Body], dims: DimNames) -> _Instead:
-    """Return the names of the dims that loops index, each with those to shard in its place."""
+    """Return the names of the dims that loops index, each with those to shard instead."""
     found: dict[Name, list[Name]] = {name: [] for name in _scanned(every, dims)}
     for one, others in _sliced(every, dims):
         found.setdefault(one, []).extend(others)
