@@ -62,6 +62,9 @@ SLOWER_MOVE, SLOWER_PLAN = 0.01, 0.05
 # A tuner leaves alone what waits for less than this share of the step.
 WORTH_MOVING = 0.002
 
+# The user is told how a step is written if that loses more than this share of its seconds.
+MUCH_LOST = 0.2
+
 # -- how many candidates ---------------------------------------------------------------------------
 
 # Ring candidates that are estimated for a step that is behind another by more than

@@ -1,4 +1,4 @@
-"""Word the notice, once per step, that a step is not overlapped and why."""
+"""Word the notices, once per step: why it is not overlapped, and what it loses as written."""
 
 from __future__ import annotations
 
@@ -8,6 +8,8 @@ from typing import NamedTuple
 from jaxoverlap._jax import jits
 from jaxoverlap._util.text import first_line
 from jaxoverlap.passes.analysis.mesh import MeshError, NoMeshError
+from jaxoverlap.plan.edits import PinArgument, PinValue
+from jaxoverlap.plan.limits import MUCH_LOST
 from jaxoverlap.plan.plan import Plan
 
 _REASONS = 5  # that are named of a longer one
@@ -47,6 +49,21 @@ def not_rewritten(name: str, plan: Plan) -> Notice:
     said = f"overlap() rewrites nothing in {name}{only}; explain() says why of each matmul"
     mostly = f", mostly:{lines}" if lines else ""
     return Notice("no ring", f"{said}{mostly}")
+
+
+def repaired(plan: Plan) -> Notice | None:
+    """Word the notice that a step loses much time by how it is written; None if it does not."""
+    pinned = any(isinstance(edit, PinArgument | PinValue) for edit in plan.edits)
+    if plan.price is None or not pinned:
+        return None
+    share = plan.price.saved_s.get("layouts", 0.0) / plan.price.plain_s
+    if share <= MUCH_LOST:
+        return None
+    return Notice(
+        "lost sharding",
+        f"as written, {plan.step} loses {share:.0%} of its estimated time to shardings, which "
+        f"overlap() repairs: {plan.notes[0]} `jaxoverlap advise` prints the constraints to write",
+    )
 
 
 def not_compiled(step: str, error: Exception) -> str:

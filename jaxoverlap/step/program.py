@@ -31,7 +31,7 @@ from jaxoverlap.plan.plan import Plan, Schedule
 from jaxoverlap.plan.speedup import CandidateName, Speedup
 from jaxoverlap.step.check_plan import facts_of
 from jaxoverlap.step.context import mesh_of
-from jaxoverlap.step.notices import Notice, no_mesh, not_compiled, not_rewritten
+from jaxoverlap.step.notices import Notice, no_mesh, not_compiled, not_rewritten, repaired
 from jaxoverlap.step.options import Options
 from jaxoverlap.step.pipeline import PassResult, Search, run_passes
 from jaxoverlap.step.processes import Agreement, DisagreementError, meet, processes_of
@@ -52,7 +52,8 @@ class StepProgram:
         cluster: the cluster that it runs on, where that is known.
         ordering: the scheduler pass that it is compiled with.
         agreement: what the processes have still to agree on; None where they have, or there is one.
-        notice: why nothing is overlapped; None where something is, or nothing was requested.
+        notice: why nothing is overlapped, or what the step loses as written; None where neither is
+            so, or nothing was requested.
         error: why there is no plan; None where there is one, or where another process failed.
         cost: the cost model of its cluster, where there is one.
         undecided: whether it has still to be compared with the step as it is, by that model.
@@ -222,7 +223,7 @@ def arrived(call: jits.Call, done: PassResult, options: Options) -> StepProgram:
         cluster=done.step.cluster,
         ordering=ordering,
         agreement=_agreement(plan, done, dict(ours["compiler_options_kvs"]), ordering, options),
-        notice=None if requested or plan.edits else not_rewritten(name, plan),
+        notice=None if requested else repaired(plan) if plan.edits else not_rewritten(name, plan),
         cost=done.step.cost,
         close=done.close,
         undecided=bool(done.step.cost and options.never_slower and not options.plan)

@@ -202,7 +202,11 @@ def test_a_step_is_repaired_and_computes_the_same():
     """By the prices of a pod, on 8 CPU devices; the plan is followed and says what it repaired."""
     mesh = mesh_of({"data": 8})
     args = arguments(mesh, "data", None, ("data",))
-    step = jax.jit(lambda w, x: by_reshape(w, x, 2))
+
+    @jax.jit
+    def step(weights: Any, batch: Any) -> Any:
+        return by_reshape(weights, batch, 2)
+
     overlapped = jaxoverlap.overlap(step, cluster="h100-sxm:8x1", halves=None)
     plan = overlapped.explain(*args)
     assert any(isinstance(edit, PinValue) for edit in plan.edits), str(plan)
