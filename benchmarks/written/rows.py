@@ -10,6 +10,7 @@ from rich.table import Table
 import jaxoverlap
 from benchmarks.frame import Row, provenance, sheet
 from benchmarks.pods.child import seconds
+from benchmarks.written import more  # noqa: F401 - it registers its steps
 from benchmarks.written.steps import POD, STEPS
 from jaxoverlap.hardware.pods import compiler_options
 
