@@ -75,7 +75,8 @@ def test_a_step_is_compared_with_plain_and_all_of_it_is_priced(compiled):
 
 def test_rows_are_cut_through_the_attention(compiled):
     assert compiled.plan.split, str(compiled.plan)
-    assert not any("attention" in name for name in compiled.plan.split.mixing)
+    joined = [note for note in compiled.plan.notes if "Parts are joined for" in note]
+    assert not any("attention" in note for note in joined)
 
 
 def test_the_attention_is_named_and_left_alone(compiled):
