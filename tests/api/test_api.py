@@ -167,7 +167,7 @@ def test_compiler_options_of_the_jit_stay():
 
 def test_options_of_jaxoverlap_yield_to_the_jits_own(monkeypatch):
     monkeypatch.setattr(
-        "jaxoverlap.step.program.options_for",
+        "jaxoverlap.search.found.options_for",
         lambda mesh, **_: {"xla_embed_ir_in_executable": "ours", "xla_dump_max_hlo_modules": "1"},
     )
     step = overlap(jax.jit(product, compiler_options={"xla_embed_ir_in_executable": True}))

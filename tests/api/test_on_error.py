@@ -31,7 +31,7 @@ def product(x, w):
 # -- faults of our own ----------------------------------------------------------------------------
 
 STAGES = (
-    *("step.context.flatten", "step.context.made_for", "step.program.options_for"),
+    *("step.context.flatten", "step.context.made_for", "search.found.options_for"),
     *("search.found.search", "search.evaluate.apply"),
     *("passes.rewriting.propose.bodies", "passes.rewriting.propose.decide"),
     *("passes.rewriting.rewrite.rewrite", "passes.planning.decide.share"),
