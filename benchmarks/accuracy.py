@@ -23,7 +23,7 @@ import numpy as np
 
 from benchmarks import lagom
 from benchmarks.chip_tables import xla_perf_table
-from benchmarks.published import collectives, steps
+from benchmarks.published import collectives, memory, steps
 from jaxoverlap._util.text import human_bytes, table
 from jaxoverlap.calibrate import fit
 from jaxoverlap.cost import tables as measured
@@ -357,6 +357,7 @@ TABLES: tuple[Callable[[], str], ...] = (
     all_reduces,
     collectives.by_curve,
     published_steps,
+    memory.by_run,
     contention,
     hops,
     commfuse,

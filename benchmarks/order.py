@@ -123,7 +123,7 @@ def configuration(axes: dict[str, int], batch: int) -> Configuration | None:
 
     Weights lie over both axes in the suite's models; the form splits them over fsdp and model.
     """
-    sizes = {_AXES[axis]: size for axis, size in axes.items()}
+    sizes: dict[str, Any] = {_AXES[axis]: size for axis, size in axes.items()}
     shards = sizes["fsdp"] * sizes.get("expert", 1)
     if batch % shards:
         return None

@@ -30,13 +30,21 @@ from jaxoverlap._util.text import table
 from jaxoverlap.cost.find import cost_model, cost_or_data_sheet
 from jaxoverlap.cost.model import CostModel
 from jaxoverlap.hardware.cluster import Link, parse_cluster
-from jaxoverlap.parallelism.configuration import Configuration, Recompute
+from jaxoverlap.parallelism.configuration import Configuration
 from jaxoverlap.parallelism.iteration_time import IterationTime, StepTerms
 from jaxoverlap.parallelism.memory import memory
 from jaxoverlap.parallelism.model import Transformer
 from jaxoverlap.parallelism.placement import place
 from jaxoverlap.parallelism.published.models import named_model
-from jaxoverlap.parallelism.search import RECOMPUTES, Space, best_placement, search, splits
+from jaxoverlap.parallelism.search import (
+    Space,
+    best_placement,
+    memory_budget,
+    menu,
+    search,
+    splits,
+    values_of,
+)
 from jaxoverlap.parallelism.stack import JAX, MEGATRON, Stack
 
 VTRAIN = Path("../shared/data/vtrain_multi_node.csv")
@@ -172,14 +180,13 @@ def korthikanti_rows() -> Iterator[tuple[str, str, float, StepTerms]]:
         times = IterationTime(
             named_model(name), cost_or_data_sheet(cluster), MEGATRON, global_batch=batch
         )
-        both: tuple[tuple[Recompute, float], ...] = (("full", full_s), ("selective", selective_s))
-        for recompute, measured_s in both:
+        for recompute, measured_s in (("full", full_s), ("selective", selective_s)):
             config = Configuration(
                 model=8,
                 pipeline=pipeline,
                 interleave=pieces,
                 micro_batch=micro_batch,
-                recompute=recompute,  # type: ignore[arg-type]
+                recompute=recompute,
                 sequence_parallel=recompute == "selective",
             )
             yield name, recompute, measured_s, times.terms(config, place(config, cluster))
@@ -373,10 +380,10 @@ def brute_force(model: Transformer, pod: str, batch: int, stack: Stack) -> float
 
     cluster = parse_cluster(pod)
     times = IterationTime(model, cost_or_data_sheet(cluster), stack, global_batch=batch)
-    budget, best_s = cluster.chip.memory_bytes / stack.reserve, np.inf
+    budget, best_s = memory_budget(cluster, stack), np.inf
     for split in splits(model, cluster, batch, Space(axes={}), stack):
         for zero_stage in (0, *stack.zero_stages):
-            for recompute in RECOMPUTES:
+            for recompute in menu(stack, values_of(model)):
                 config = replace(split, zero_stage=zero_stage, recompute=recompute)
                 if config.illegal(model, batch, stack):
                     continue

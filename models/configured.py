@@ -6,7 +6,7 @@ gradient of its own (`models.micro_batches`).
 """
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -115,52 +115,108 @@ MIXTURE = Configured(Config, MoE, gpt.RECIPE.batches)
 
 
 def configured(
-    run: Run, split: Configuration, order: tuple[str, ...] = AXES
+    run: Run,
+    split: Configuration,
+    order: tuple[str, ...] = AXES,
+    sizes: Mapping[str, Any] | None = None,
 ) -> tuple[Recipe, Config]:
     """Return the recipe and the configuration of a run on a mesh of six axes.
 
     A vocabulary that the axes do not divide is padded.
+
+    Args:
+        sizes: fields that differ from the run's.
 
     Raises:
         Mistake: if the run's sizes do not divide; it says which.
     """
     fields = {field.name for field in dataclasses.fields(Config)} - {"split", "order"}
     values = {name: getattr(run, name) for name in fields if hasattr(run, name)}
+    values |= sizes or {}
     shards = split.fsdp * split.model * split.pipeline
     values["vocab"] = -(-values["vocab"] // shards) * shards
     config = Config(split=split, order=order, **values)
     return (MIXTURE if config.experts else DENSE), config
 
 
-def chosen(recipe: Recipe, run: Run) -> tuple[Recipe, Run]:
+def chosen(recipe: Recipe, run: Run, given: Collection[str] = frozenset()) -> tuple[Recipe, Run]:
     """Return the recipe and run of the file of `--configuration`; without one, the given ones.
 
+    The file's model and batch are trained.
+
+    Args:
+        given: the fields of the run that the user gave: these may not differ from the file's.
+
     Raises:
-        Mistake: if the file is not one of `jaxoverlap configure --json`, or sizes do not divide.
+        Mistake: if the file is not one of `jaxoverlap configure --json`, sizes do not divide, or
+            these trainers have not what it asks for.
     """
     path: Path | None = getattr(run, "configuration", None)
     if path is None:
         return recipe, run
-    if run.has_workers:
+    if run.has_workers or getattr(run, "varlen", False):
         raise Mistake(
-            "--configuration has no axis of workers: leave it out with --compress and "
-            "--local-updates"
+            "--configuration has no axis of workers, and texts of one length: leave it out with "
+            "--compress, --local-updates and --varlen"
         )
     try:
         found = read_chosen(path)
-        same_batch(run, found)
-        return configured(run, found.configuration, found.order)
+        sizes = sizes_of_file(found)
+        check_given(run, sizes, given)
+        return configured(run, found.configuration, found.order, sizes)
     except ValueError as error:
         raise Mistake(f"--configuration {path}: {error}") from error
 
 
-def same_batch(run: Run, found: Chosen) -> None:
-    """Raise `Mistake` if a file was made for another batch: its micro-batches would differ."""
-    if found.global_batch not in (None, run.batch):
+def sizes_of_file(found: Chosen) -> dict[str, Any]:
+    """Return the fields of a run that a file sets: its model's and its batch."""
+    if found.dtype not in (None, "bf16"):
+        raise Mistake(f"made for matmuls in {found.dtype}: these trainers have none; configure "
+                      "with --dtype bf16")  # fmt: skip
+    split = found.configuration
+    if split.experts_on_model or split.offload:
         raise Mistake(
-            f"made for a batch of {found.global_batch}, and --batch is {run.batch}: give "
-            f"--batch {found.global_batch}, or configure for another"
+            f"{split}: these trainers split experts over the axis expert alone, and "
+            "offload nothing; configure with --stack jax"
         )
+    sizes = sizes_of(found.model) if found.model else {}
+    return sizes | ({"batch": found.global_batch} if found.global_batch else {})
+
+
+def check_given(run: Run, sizes: Mapping[str, Any], given: Collection[str]) -> None:
+    """Raise `Mistake` if the user gave a size that is not the file's."""
+    for name in sorted(set(given) & set(sizes)):
+        if getattr(run, name) != sizes[name]:
+            raise Mistake(
+                f"made for {name}={sizes[name]}, and --{name} is {getattr(run, name)}: leave "
+                f"--{name} out, or configure for another"
+            )
+
+
+def sizes_of(model: Transformer) -> dict[str, Any]:
+    """Return a model's sizes as fields of a run.
+
+    Biases and learned positions, which these trainers have not, are left out.
+
+    Raises:
+        Mistake: if the model has other layers than attention and an MLP or experts.
+    """
+    kinds = [kind for _, kind in model.kinds]
+    alike = len(kinds) == 1 and kinds[0].mixer == "attention" and kinds[0].has_mlp
+    if not alike or model.kv_rank or model.shared_mlp or model.expert_hidden or model.predictions:
+        raise Mistake(
+            f"{model.name} has latent attention, several kinds of layers, or an expert that every "
+            "token takes: these trainers have not"
+        )
+    sizes = dict(
+        layers=model.layers, hidden=model.hidden, heads=model.heads, mlp=model.inner,
+        sequence=model.sequence, vocab=max(model.vocab, 256), kv_heads=model.kv_heads,
+        head_dim=model.head_dim, gated=model.gated, tied=model.tied,
+    )  # fmt: skip
+    if not model.experts:
+        return sizes | dict(experts=0, choices=0)
+    group = min(GROUP, model.sequence)
+    return sizes | dict(experts=model.experts, choices=model.choices, slack=SLACK, group=group)
 
 
 def build(
@@ -168,20 +224,10 @@ def build(
 ) -> tuple[Any, tuple[Any, ...]]:
     """Return the trainer's step for a named model on a pod, and its arguments as shapes.
 
-    Biases and learned positions, which this trainer has not, are left out.
-
     Raises:
-        Mistake: if sizes do not divide, or the model has an expert that every token takes.
+        Mistake: if sizes do not divide, or the model has layers that this trainer has not.
     """
-    if model.shared_mlp:
-        raise Mistake(f"shared_mlp={model.shared_mlp}: these trainers have no such expert")
-    run = Config(
-        layers=model.layers, hidden=model.hidden, heads=model.heads, mlp=model.inner,
-        batch=global_batch, sequence=model.sequence, vocab=max(model.vocab, 256),
-        kv_heads=model.kv_heads, head_dim=model.head_dim, gated=model.gated, tied=model.tied,
-        experts=model.experts, choices=model.choices, dtype="bfloat16", slack=SLACK,
-        group=min(GROUP, model.sequence),
-    )  # fmt: skip
+    run = Config(batch=global_batch, dtype="bfloat16", **sizes_of(model))
     recipe, config = configured(run, split, order)
     mesh = mesh_on(pod_devices(parse_cluster(pod)), config)
     return recipe.make_step(config, mesh), recipe.abstract_args(config, mesh)

@@ -18,6 +18,8 @@ from typing import Any, ClassVar
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.ad_checkpoint import checkpoint_name
+from jax.nn import gelu
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
@@ -124,11 +126,6 @@ class Attention(gpt.Attention):
         self.einsum = gpt.einsum_of(config)
 
     def attend(self, q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
-        if self.config.split.recompute == "selective":
-            return jax.checkpoint(self.ring_or_not)(q, k, v)
-        return self.ring_or_not(q, k, v)
-
-    def ring_or_not(self, q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
         if self.fused and self.ringed:
             spec = self.at.heads
             ringed = ring(q, k, v, mesh=self.mesh, spec=spec, axis="context", causal=True)
@@ -140,8 +137,10 @@ class Attention(gpt.Attention):
         q = shard(self.einsum("bsd,dnh->bsnh", x, self.q()), mesh, heads)
         k, v = (self.repeated(self.einsum("bsd,dnh->bsnh", x, w())) for w in (self.k, self.v))
         q, k = shard(gpt.rotate(q), mesh, heads), shard(gpt.rotate(k), mesh, heads)
-        attended = shard(self.attend(q, k, v), mesh, heads)
-        return shard(self.einsum("bsnh,nhd->bsd", attended, self.out()), mesh, self.at.stream)
+        q, k, v = (checkpoint_name(y, "qkv") for y in (q, k, v))
+        attended = checkpoint_name(shard(self.attend(q, k, v), mesh, heads), "attention")
+        out = shard(self.einsum("bsnh,nhd->bsd", attended, self.out()), mesh, self.at.stream)
+        return checkpoint_name(out, "out")
 
     def repeated(self, keys: jax.Array) -> jax.Array:
         """Return keys or values with repeated heads: one per device or, without cuDNN, query."""
@@ -164,20 +163,28 @@ class MLP(gpt.MLP):
         self.gated = config.gated
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        if not self.gated:
-            return super().__call__(x)
-        up, gate = (
-            shard(self.einsum("bsd,df->bsf", x, w()), self.mesh, self.at.inner)
-            for w in (self.up, self.gate)
-        )
-        inner = shard(up * jax.nn.silu(gate), self.mesh, self.at.inner)
+        up = self.named(x, self.up, "up")
+        inner = up * jax.nn.silu(self.named(x, self.gate, "gate")) if self.gated else gelu(up)
+        inner = checkpoint_name(shard(inner, self.mesh, self.at.inner), "activation")
         return shard(self.einsum("bsf,fd->bsd", inner, self.down()), self.mesh, self.at.stream)
+
+    def named(self, x: jax.Array, weight: Weight, name: str) -> jax.Array:
+        """Return x times a weight, as the value of a name."""
+        made = shard(self.einsum("bsd,df->bsf", x, weight()), self.mesh, self.at.inner)
+        return checkpoint_name(made, name)
+
+
+class NamedNorm(Norm):
+    """The norm, whose result has a name."""
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        return checkpoint_name(super().__call__(checkpoint_name(x, "norms")), "norms")
 
 
 class Dense(gpt.Block):
     """The GPT's block on six axes."""
 
-    attention_type, mlp_type = Attention, MLP
+    attention_type, mlp_type, norm_type = Attention, MLP, NamedNorm
 
 
 class GPT(gpt.GPT):
@@ -228,19 +235,22 @@ class Experts(moe.Experts):
             self.gate = Weight(config, mesh, rngs, self.up_at, shape, std)
 
     def activated(self, there: jax.Array) -> jax.Array:
-        if not self.config.gated:  # type: ignore[attr-defined]
-            return super().activated(there)
-        up, gate = (
-            shard(self.einsum("egcd,edf->egcf", there, w()), self.mesh, self.inner_at)
-            for w in (self.up, self.gate)
-        )
-        return up * jax.nn.silu(gate)
+        there = checkpoint_name(there, "dispatch")
+        up = self.named(there, self.up, "up")
+        gated = self.config.gated  # type: ignore[attr-defined]
+        inner = up * jax.nn.silu(self.named(there, self.gate, "gate")) if gated else gelu(up)
+        return checkpoint_name(inner, "activation")
+
+    def named(self, there: jax.Array, weight: Weight, name: str) -> jax.Array:
+        """Return tokens at their experts times a weight of these, as the value of a name."""
+        made = shard(self.einsum("egcd,edf->egcf", there, weight()), self.mesh, self.inner_at)
+        return checkpoint_name(made, name)
 
 
 class Block(moe.Block):
     """The mixture's block on six axes."""
 
-    attention_type, mlp_type = Attention, Experts
+    attention_type, mlp_type, norm_type = Attention, Experts, NamedNorm
     load_at = P(BATCH)
 
 

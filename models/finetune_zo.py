@@ -362,7 +362,9 @@ def run(options: FineTune) -> None:
     console.print(f"loss on the text's held-out end: {before:.4f} -> {after:.4f}")
 
 
-app = command_of(FineTune, run, "Fine-tune a GPT by forward passes alone.")
+app = command_of(
+    FineTune, lambda options, _: run(options), "Fine-tune a GPT by forward passes alone."
+)
 
 if __name__ == "__main__":
     app()

@@ -119,11 +119,12 @@ class Block(nnx.Module):
 
     attention_type: ClassVar[type[Attention]] = Attention
     mlp_type: ClassVar[type[Any]] = MLP
+    norm_type: ClassVar[type[Norm]] = Norm
 
     def __init__(self, config: Run, mesh: Mesh, rngs: nnx.Rngs, layout: Layout):
-        self.attention_norm = Norm(config, mesh, layout.stream)
+        self.attention_norm = self.norm_type(config, mesh, layout.stream)
         self.attention = self.attention_type(config, mesh, rngs, layout)
-        self.mlp_norm = Norm(config, mesh, layout.stream)
+        self.mlp_norm = self.norm_type(config, mesh, layout.stream)
         self.mlp = self.mlp_type(config, mesh, rngs, layout)
         self.mesh, self.at = mesh, layout
 

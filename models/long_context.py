@@ -60,6 +60,9 @@ class Config(TextRun):
     step_tokens: Annotated[int, Option(help="Of a step of --varlen.")] = 8192
     longest: Annotated[int, Option(help="Tokens of a document of --varlen.")] = 4096
     prices: Annotated[str | None, Option(help="Cluster whose prices --varlen plans by.")] = None
+    configuration: Annotated[
+        Path | None, Option(help="A file of `jaxoverlap configure --json`: its first mesh.")
+    ] = None
 
     def mistakes(self) -> Iterator[str]:
         yield from super().mistakes()

@@ -1,6 +1,6 @@
 """Run a step in micro-batches: through the stages of a pipeline, or one after the other."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any
 
 import jax
@@ -30,9 +30,23 @@ def run_layers(layers: Any, x: Any, split: Configuration, real: Any = None) -> A
             return y, None
         return jax.tree.map(lambda new, old: jnp.where(real > 0, new, old), y, x), None
 
-    if split.recompute == "full":
-        layer = jax.checkpoint(layer, prevent_cse=False)
+    if split.recompute != "none":
+        layer = jax.checkpoint(layer, prevent_cse=False, policy=policy(split.saved))
     return jax.lax.scan(layer, x, (weights, real))[0]
+
+
+def policy(saved: Collection[str]) -> Callable[..., bool]:
+    """Return a policy of jax.checkpoint that saves the values of these names (`recompute.VALUES`).
+
+    Attention that is a kernel is saved with what its gradient's kernel reads besides.
+    """
+    named = jax.checkpoint_policies.save_only_these_names(*saved)
+
+    def saves(prim: Any, *avals: Any, **params: Any) -> bool:
+        fused = "attention" in saved and "dot_product_attention_fwd" in str(prim)
+        return fused or named(prim, *avals, **params)
+
+    return saves
 
 
 def real_layers(config: Any) -> np.ndarray:

@@ -4,7 +4,7 @@ import dataclasses
 import inspect
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any, get_type_hints
 
 import jax
@@ -77,9 +77,9 @@ def main(recipe: Recipe, config: Run) -> list[dict[str, float]]:
 def command_line(recipe: Recipe, about: str) -> typer.Typer:
     """Return a command that trains; its flags are the fields of the recipe's configuration."""
 
-    def command(config: Run) -> None:
+    def command(config: Run, given: Collection[str]) -> None:
         try:
-            main(*chosen(recipe, config))
+            main(*chosen(recipe, config, given))
         except jaxoverlap.LostError as error:
             print(f"{type(error).__name__}: {error}", file=sys.stderr, flush=True)
             os._exit(1)  # to leave in order would wait for the processes that are gone
@@ -88,18 +88,26 @@ def command_line(recipe: Recipe, about: str) -> typer.Typer:
 
 
 def command_of[Options](
-    options: type[Options], run: Callable[[Options], None], about: str
+    options: type[Options], run: Callable[[Options, Collection[str]], None], about: str
 ) -> typer.Typer:
-    """Return a command whose flags are the fields of a dataclass; a `Mistake` is a usage error."""
+    """Return a command whose flags are the fields of a dataclass; a `Mistake` is a usage error.
 
-    def command(**values: Any) -> None:
+    Args:
+        run: called with the options, and the names of those that the command line gives.
+    """
+
+    def command(typer_context: typer.Context, **values: Any) -> None:
+        sources = {name: typer_context.get_parameter_source(name) for name in values}
+        given = {
+            name for name, source in sources.items() if source and source.name == "COMMANDLINE"
+        }
         try:
-            run(options(**values))
+            run(options(**values), given)
         except Mistake as error:
             raise typer.BadParameter(str(error)) from error
 
     types, flag = get_type_hints(options, include_extras=True), inspect.Parameter.KEYWORD_ONLY
-    parameters = list[inspect.Parameter]()
+    parameters = [inspect.Parameter("typer_context", flag, annotation=typer.Context)]
     for field in dataclasses.fields(options):  # type: ignore[arg-type]
         needed = field.default is dataclasses.MISSING
         default = inspect.Parameter.empty if needed else field.default

@@ -148,8 +148,8 @@ PUBLIC = [
 COMMANDS = """
     advise: --debug --json --mesh --pod --processes-per-host STEP
     audit: --at-least --debug --json --keep-rings --mesh --plain --pod --processes-per-host STEP
-    configure: --axes --compile --debug --global-batch --json --keep --over --picture --plain \\
-        --pod --sequence --stack --trainer MODEL
+    configure: --axes --compile --debug --dtype --global-batch --json --keep --memory-fraction \\
+        --over --picture --plain --pod --recompute --sequence --stack --trainer MODEL
     doctor: --debug --json
     explain: --debug --json --mesh --pod --processes-per-host --verbose STEP
     flags: --as --check --debug --json POD

@@ -14,20 +14,22 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 
 from benchmarks.frame import markdown
-from benchmarks.published.stacks import stack_of
+from benchmarks.published.stacks import is_later, stack_of
 from jaxoverlap._util.text import table
 from jaxoverlap.cost.find import cost_model
 from jaxoverlap.cost.model import CostModel
-from jaxoverlap.parallelism.configuration import Configuration, Recompute
+from jaxoverlap.parallelism.configuration import Configuration
 from jaxoverlap.parallelism.iteration_time import IterationTime, StepTerms
 from jaxoverlap.parallelism.model import Transformer
 from jaxoverlap.parallelism.placement import place
 from jaxoverlap.parallelism.published.bands import Band, Kind
 from jaxoverlap.parallelism.published.models import named_model
+from jaxoverlap.parallelism.recompute import canonical
 from jaxoverlap.parallelism.stack import Stack
 
 FILE = Path("../shared/data/published/steps.csv")
@@ -59,7 +61,17 @@ _MODELS = {
     "llama3.1-8b": "llama3-8b",
     "llama3.1-70b": "llama3-70b",
     "llama3.1-405b": "llama3-405b",
+    "deepseekv3": "deepseek-v3",
+    "deepseek-v3-671b": "deepseek-v3",
+    "kimi-k2": "kimi-k2",
+    "nemotron-3-nano": "nemotron3-nano",
+    "nemotron-3-super": "nemotron3-super",
+    "qwen3-30b-a3b": "qwen3-30b-a3b",
 }
+# What a network says of itself in the column chip, by the name of a cluster's network.
+_NETWORKS = {"EFA": "efa", "p5.48xlarge": "efa"}
+# What the name of a model says besides, in parentheses: the sizes in words, or another model.
+_SAME_MODEL = re.compile(r"\(\d+ x \d+\)|\(llama2-\d+b\)")
 _AXES = re.compile(r"\b(fsdp|dp|data|tp|pp|cp|ep|etp|vp|mbs)(\d+)")
 _MICRO_BATCH = re.compile(r"(?:micro-batch |mbs)(\d+)")
 _DTYPES = {  # of matmuls, by the column precision
@@ -117,9 +129,9 @@ class Step:
 
     @property
     def kind(self) -> Kind:
-        """What bands of errors go by: chip, dtype of matmuls, and whether there are experts."""
+        """What bands of errors go by: software, chip, dtype, and whether there are experts."""
         chip = self.cluster.partition(":")[0]
-        return chip, self.stack.matmul_dtype, bool(self.model.experts)
+        return self.stack.name, chip, self.stack.matmul_dtype, bool(self.model.experts)
 
 
 @functools.cache
@@ -161,12 +173,11 @@ def step_of(fields: dict[str, str]) -> Step:
     dtype = _DTYPES[fields["precision"].lower()]
     if dtype not in cost_model(f"{chip}:1x1").dtypes:
         raise NotDescribedError(f"{chip} has no matmuls in {dtype}")
-    stack = stack_of(fields["framework"], chip, dtype)
+    later = is_later(fields["framework"], _name(fields), chip, dtype, fields.get("date", ""))
+    stack = stack_of(fields["framework"], chip, dtype, later=later)
     if stack is None:
         raise NotDescribedError(f"no stack of {fields['framework']}")
-    if saved := _policy(fields):
-        stack = replace(stack, selective=saved)
-    if _TO_EACH_EXPERT in fields["mesh"]:
+    if _TO_EACH_EXPERT in fields["mesh"] or fields["framework"] == "NeMo/Megatron":
         stack = replace(stack, sends_once=False)
     if _UNFUSED in fields["notes"]:
         stack = replace(stack, fused_attention=False)
@@ -186,14 +197,78 @@ def step_of(fields: dict[str, str]) -> Step:
     )
 
 
-def _policy(fields: dict[str, str]) -> tuple[str, ...]:
-    """Return what a JAX policy of checkpoints computes again; empty if the row names none."""
-    policy = fields["remat"].lower()
-    if not fields["framework"].startswith(("MaxText", "Pax", "AxLearn")):
-        return ()
-    if "qkv" in policy:
-        return "attention", "up", "pointwise"
-    return ("attention", "pointwise") if "dot" in policy or "minimal" in policy else ()
+# What a framework's words for recompute mean, where they are no policy's name; in this order.
+_RECOMPUTE = {
+    "MaxText": (("mlpwo", "save_dot_except_mlpwi"), ("qkv, out", "save_dot_except_mlp"),
+                ("qkv", "save_qkv_proj")),
+    "Pax": (("out_proj", "save_qkv_out_proj"), ("dot", "save_dot_only")),
+    "AxLearn": (("", "save_attention"),),
+    "torchtitan": (("sac", "selective_op"), ("selective", "selective_op")),
+}  # fmt: skip
+
+
+def _recompute(fields: dict[str, str]) -> str:
+    """Return what a row's backward pass computes again, as `Configuration` takes it.
+
+    Raises:
+        NotDescribedError: for words that name no policy here.
+    """
+    remat = fields["remat"].lower()
+    if remat == "full" or (remat == "none" and fields["framework"] != "AxLearn"):
+        return remat
+    for word, policy in _RECOMPUTE.get(fields["framework"].split(" ")[0], ()):
+        if word in remat:
+            return policy
+    if not remat:
+        return _recipe(fields).recompute
+    try:
+        return canonical(remat)
+    except ValueError as error:
+        raise NotDescribedError(f"no policy {remat!r}") from error
+
+
+class Published(NamedTuple):
+    """What a recipe of Megatron-Bridge sets that the table of its steps does not say.
+
+    Attributes:
+        recompute: as `Configuration` takes it.
+        offload: layers whose activations wait in host memory.
+    """
+
+    recompute: str = "none"
+    offload: int = 0
+
+
+# NVIDIA-NeMo/Megatron-Bridge, scripts/performance/configs, *_workload_base_configs.py: by model,
+# chips and dtypes, the first that matches. Those of NeMo, which came before, are taken to be alike.
+_RECIPES: tuple[tuple[str, str, str, Published], ...] = (
+    ("gpt-oss-120b", "GB200 B200 H100", "bf16", Published("layernorm+moe_act")),
+    ("gpt-oss-120b", "B200 H100", "fp8 mxfp8", Published("layernorm+moe_act")),
+    ("llama3-70b", "GB200", "fp8", Published(offload=40)),
+    ("llama3-70b", "GB300", "fp8", Published(offload=20)),
+    ("llama3-70b", "GB300", "bf16", Published(offload=30)),
+    ("llama3-70b", "GB200", "bf16", Published(offload=20)),
+    ("deepseek-v3", "GB300 B300 B200", "mxfp8 fp8 bf16", Published("mla_up_proj")),
+    ("deepseek-v3", "GB200", "bf16", Published("mla_up_proj")),
+    ("deepseek-v3", "GB200", "mxfp8 fp8", Published("mlp")),
+    ("deepseek-v3", "H100", "bf16 fp8", Published("mla_up_proj+mlp")),
+    ("nemotron3-nano", "H100", "bf16", Published("moe+layernorm")),
+    ("nemotron3-nano", "H100", "fp8", Published("moe+layernorm+core_attn")),
+    ("nemotron3-super", "GB200", "mxfp8 bf16", Published("moe+layernorm+core_attn")),
+)
+
+
+def _recipe(fields: dict[str, str]) -> Published:
+    """Return what the recipe behind a row of Megatron-Bridge sets; nothing of other software."""
+    if fields["framework"] not in ("Megatron-Bridge", "NeMo/Megatron"):
+        return Published()
+    name, chip = _model(fields).name, fields["chip"].split("-")[0].split(" ")[0]
+    dtype = _DTYPES[fields["precision"].lower()]
+    fsdp = "fsdp" in fields["mesh"]  # activations are offloaded by recipes with Megatron's FSDP
+    for model, chips, dtypes, published in _RECIPES:
+        if model == name and chip in chips.split() and dtype in dtypes.split():
+            return published if fsdp or not published.offload else Published()
+    return Published()
 
 
 def _chip(fields: dict[str, str]) -> str:
@@ -204,12 +279,22 @@ def _chip(fields: dict[str, str]) -> str:
 
 
 def _model(fields: dict[str, str]) -> Transformer:
-    name = fields["model"].lower().partition(" (")[0].replace("_", "-").replace(" ", "-")
-    name = name.removesuffix("-single-host")
+    _, _, more = fields["model"].lower().partition(" (")
+    layers = re.fullmatch(r"(\d+) layers?\)", more)
+    if more and not layers and not _SAME_MODEL.fullmatch(f"({more}"):
+        raise NotDescribedError(f"no reading of '({more}' in the model's name")
     try:
-        return named_model(_MODELS.get(name, name), sequence=int(fields["seq"]))
+        model = named_model(_name(fields), sequence=int(fields["seq"]))
     except ValueError as error:
         raise NotDescribedError(f"no sizes of {fields['model']}") from error
+    return replace(model, layers=int(layers[1])) if layers else model
+
+
+def _name(fields: dict[str, str]) -> str:
+    """Return the name of a row's model as the package has it, if it has it."""
+    name = fields["model"].lower().partition(" (")[0].replace("_", "-").replace(" ", "-")
+    name = name.removesuffix("-single-host")
+    return _MODELS.get(name, name)
 
 
 def _configuration(fields: dict[str, str]) -> Configuration:
@@ -224,16 +309,18 @@ def _configuration(fields: dict[str, str]) -> Configuration:
     split = model * pipeline * context * fsdp
     named_data = "dp" in sizes or "data" in sizes
     data = sizes["dp"] * sizes["data"] if named_data else max(gpus // split, 1)
-    if ("etp" in sizes and sizes["etp"] != model) or data % expert:
+    # Megatron's expert-tensor-parallel size is 1 unless a row says so: whole experts over both.
+    on_model = expert > 1 and model > 1 and sizes["etp"] == 1
+    if on_model:
+        if expert % model:
+            raise NotDescribedError(f"experts over a part of the tensor axis: {fields['mesh']}")
+        expert //= model
+    if expert > 1 and ((not on_model and sizes["etp"] not in (1, model)) or data % expert):
         raise NotDescribedError(f"experts over other axes than data: {fields['mesh']}")
     if data * split != gpus:
         raise NotDescribedError(f"{fields['mesh']} on {gpus} GPUs")
     named = _MICRO_BATCH.search(f"{fields['notes']} {fields['mesh']} {fields['per_gpu_batch']}")
     once = int(fields["gbs"]) // (data * fsdp)
-    remat = fields["remat"]
-    recompute: Recompute = "none" if remat in ("", "none") else "selective"
-    if remat == "full":
-        recompute = "full"
     megatron = fields["framework"] in ("NeMo/Megatron", "Megatron-Bridge")
     batched = named or not fields["per_gpu_batch"]
     micro_batch = int(named.group(1)) if named else 1
@@ -245,9 +332,11 @@ def _configuration(fields: dict[str, str]) -> Configuration:
         expert=expert,
         context=context,
         micro_batch=micro_batch if batched else max(once, 1),
-        recompute=recompute,
+        recompute=_recompute(fields),
         interleave=sizes["vp"],
         sequence_parallel=model > 1,
+        experts_on_model=on_model,
+        offload=_recipe(fields).offload,
         zero_stage=1 if megatron and fsdp == 1 else 0,
     )
 
@@ -256,6 +345,8 @@ def _cluster(fields: dict[str, str], chip: str) -> str:
     gpus = int(fields["gpus"])
     each = min(4 if chip.startswith("gb") else 8, gpus)
     network = "@1600" if chip.startswith("a100") and "1600 Gb/s" in fields["notes"] else ""
+    said = [name for word, name in _NETWORKS.items() if word in fields["chip"]]
+    network = f"@{said[0]}" if said else network
     return f"{chip}:{gpus // each}x{each}{network}"
 
 
@@ -264,8 +355,9 @@ def _fitted(fields: dict[str, str]) -> bool:
 
     That is all of a software but for: other sizes, hosts and fp8 of llm-foundry; fp8 of NeMo;
     meshes of torchtitan with tensor parallelism; AxLearn; other rows of Megatron-Bridge than those
-    that called for `Stack.tensor_exposed` (Llama3-70B on H100s), `Stack.expert_factor`, and
-    `Stack.expert_launch_s` (Qwen3 30B-A3B on B200s).
+    of experts in containers from 26.06 on, and those that called for `Stack.tensor_exposed`
+    (Llama3-70B on H100s), `Stack.expert_factor`, and `Stack.expert_launch_s` (Qwen3 30B-A3B on
+    B200s).
     """
     framework, model = fields["framework"], fields["model"]
     bf16 = _DTYPES[fields["precision"].lower()] == "bf16"
@@ -278,21 +370,24 @@ def _fitted(fields: dict[str, str]) -> bool:
     if framework == "Megatron-Bridge":
         dense = model == "LLAMA3_70B" and fields["chip"] == "H100" and fields["gpus"] == "64"
         launches = model == "Qwen3_30B_a3B" and fields["chip"] == "B200"
-        return dense or launches or (bf16 and model in ("GPT OSS 120B", "qwen3-30b-a3b"))
+        chip, dtype = _chip(fields), _DTYPES[fields["precision"].lower()]
+        later = is_later(framework, _name(fields), chip, dtype, fields.get("date", ""))
+        return dense or launches or later or (bf16 and model in ("GPT OSS 120B", "qwen3-30b-a3b"))
     foundry = framework.startswith("llm-foundry")
     return foundry and bf16 and model in ("mpt-1b", "mpt-3b", "mpt-7b")
 
 
 def bands(steps: Iterable[Step]) -> dict[Kind, Band]:
-    """Return the errors of the steps that had no part in a fit, by kind."""
-    off = defaultdict[Kind, list[float]](list)
+    """Return the errors of the steps that had no part in a fit, by kind, and how many had one."""
+    by_kind = defaultdict[Kind, list[Step]](list)
     for step in steps:
-        if not step.fitted:
-            off[step.kind].append(abs(step.ratio - 1))
-    return {
-        kind: Band(len(mine), round(float(np.mean(mine)), 3), round(max(mine), 3))
-        for kind, mine in sorted(off.items())
-    }
+        by_kind[step.kind].append(step)
+    found = dict[Kind, Band]()
+    for kind, mine in sorted(by_kind.items()):
+        off = [abs(step.ratio - 1) for step in mine if not step.fitted]
+        mean, worst = (round(float(np.mean(off)), 3), round(max(off), 3)) if off else (0.0, 0.0)
+        found[kind] = Band(len(off), mean, worst, len(mine) - len(off))
+    return found
 
 
 # -- tables ---------------------------------------------------------------------------------------
@@ -302,8 +397,8 @@ def by_kind(steps: Iterable[Step]) -> str:
     """Tabulate the errors by stack, chip and dtype, of steps without part in a fit, and others."""
     kinds = defaultdict[tuple[str, str, str], list[Step]](list)
     for step in steps:
-        chip, dtype, experts = step.kind
-        kinds[step.stack.name, chip, dtype + (", experts" if experts else "")].append(step)
+        software, chip, dtype, experts = step.kind
+        kinds[software, chip, dtype + (", experts" if experts else "")].append(step)
     rows = []
     for kind, mine in sorted(kinds.items()):
         rows.append((*kind, *_summary([s for s in mine if not s.fitted]), *_fit(mine)))

@@ -28,10 +28,21 @@ class StackName(StrEnum):
     """A training stack that the analytical cost model describes."""
 
     JAX = "jax"
+    MAXTEXT = "maxtext"
     JAX_LHS = "jax-lhs"
     MEGATRON = "megatron"
     MEGATRON_CORE = "megatron-core"
+    MEGATRON_CORE_2026 = "megatron-core-2026"
     TORCH = "torch"
+
+
+class Dtype(StrEnum):
+    """A dtype of a layer's matmuls."""
+
+    BF16 = "bf16"
+    FP8 = "fp8"
+    MXFP8 = "mxfp8"
+    NVFP4 = "nvfp4"
 
 
 @command
@@ -53,6 +64,23 @@ def configure(
     plain: Annotated[
         bool, typer.Option("--plain", help="Count collectives as nothing hides them.")
     ] = False,
+    dtype: Annotated[
+        Dtype, typer.Option(help="Of a layer's matmuls, as far as the chip has it.")
+    ] = Dtype.BF16,
+    recompute: Annotated[
+        str | None,
+        typer.Option(
+            help="The one choice of recompute: a published policy, as minimal_flash, or what is "
+            "saved, as 'saves qkv+out'; default: the fastest that fits."
+        ),
+    ] = None,
+    memory_fraction: Annotated[
+        float | None,
+        typer.Option(
+            help="Share of a GPU's memory for the step, as XLA_PYTHON_CLIENT_MEM_FRACTION; "
+            "default: the largest that leaves room for the rest."
+        ),
+    ] = None,
     keep: Annotated[int | None, typer.Option(help="How many to rank; default: 10.", min=1)] = None,
     picture: Annotated[
         Path | None, typer.Option(help="Write a picture: time by term, time against memory.")
@@ -60,8 +88,8 @@ def configure(
     stack: Annotated[
         StackName,
         typer.Option(
-            help="The training software: this project's trainers; XLA's own scheduler; Megatron of "
-            "2022, or of 2025; PyTorch's FSDP2."
+            help="The training software: this project's trainers; MaxText with XLA's best "
+            "published options; XLA's own scheduler; Megatron of 2022, or of 2025; PyTorch's FSDP2."
         ),
     ] = StackName.JAX,
     trainer: Annotated[
@@ -88,6 +116,8 @@ def configure(
     if over is not None:
         options = {"--global-batch": global_batch, "--sequence": sequence, "--axes": fix}
         options |= {"--plain": plain, "--keep": keep, "--picture": picture}
+        options |= {"--dtype": dtype is not Dtype.BF16, "--recompute": recompute}
+        options |= {"--memory-fraction": memory_fraction}
         options |= {"--stack": stack is not StackName.JAX, "--trainer": trainer != _TRAINER}
         if ignored := [name for name, value in options.items() if value]:
             raise ValueError(
@@ -110,6 +140,8 @@ def configure(
         raise ValueError("--trainer names the step that --compile compiles: give --compile 3 too")
     if compiled and stack is not StackName.JAX:
         raise ValueError(f"--compile with --stack {stack}: only JAX steps can be compiled here")
+    if compiled and dtype is not Dtype.BF16:
+        raise ValueError(f"--compile with --dtype {dtype}: these trainers' matmuls are in bf16")
     axes = {name: [size] for name, size in parse_axes(fix).items()} if fix else None
     with working(f"ranking the meshes of {model} on {pod}"):
         from jaxoverlap.parallelism.configure import configure as configured
@@ -124,6 +156,9 @@ def configure(
             overlap=not plain,
             keep=max(keep or 10, compiled),
             stack=STACKS[stack],
+            dtype=str(dtype),
+            recompute=recompute,
+            memory_fraction=memory_fraction,
         )
     if picture:
         from jaxoverlap.parallelism.picture import draw

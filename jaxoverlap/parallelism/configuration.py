@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import msgspec
 
-from jaxoverlap._util.expect import expect, expect_one_of
+from jaxoverlap._util.expect import expect
 from jaxoverlap.parallelism.model import Transformer
+from jaxoverlap.parallelism.recompute import canonical, in_words, saved_by
 from jaxoverlap.parallelism.stack import Stack
 
-Recompute = Literal["none", "selective", "full"]
 # Major to minor: devices along the last axis are adjacent.
 AXES: tuple[str, ...] = ("pipeline", "data", "fsdp", "expert", "context", "model")
 
@@ -34,11 +35,16 @@ class Configuration:
         context: context parallelism; for weights it counts as data.
         micro_batch: sequences of one micro-batch on a device.
         zero_stage: 0; 1: optimizer's state split over data; 2: gradients too. (3 is `fsdp`.)
-        recompute: what the backward pass computes again: "none"; "selective": scores of
-            attention; "full": each layer from its input.
+        recompute: what the backward pass computes again: "none"; "selective": attention; "full":
+            each layer from its input; a published policy such as "minimal_flash"; or what it does
+            not, as in "saves qkv+out" (`jaxoverlap.parallelism.recompute`).
         interleave: pieces of the model that each stage has, in turn (1: one).
         sequence_parallel: whether values that tensor parallelism replicates are sharded over the
             sequence.
+        experts_on_model: whether the tensor axis, too, splits experts whole, as expert parallelism
+            does, and not each by its columns (Megatron's expert-tensor-parallel size of 1).
+        offload: layers whose kept activations wait in host memory for the backward pass; a search
+            takes none.
         overlap: whether tensor and FSDP collectives run as rings and gathers ahead, as
             `jaxoverlap.overlap` makes them.
     """
@@ -51,9 +57,11 @@ class Configuration:
     context: int = 1
     micro_batch: int = 1
     zero_stage: int = 0
-    recompute: Recompute = "full"
+    recompute: str = "full"
     interleave: int = 1
     sequence_parallel: bool = False
+    experts_on_model: bool = False
+    offload: int = 0
     overlap: bool = False
 
     def __post_init__(self) -> None:
@@ -61,7 +69,17 @@ class Configuration:
             expect(getattr(self, name) >= 1, name, getattr(self, name), "1 or more")
         what = "0, 1 or 2; stage 3 is the axis fsdp"
         expect(self.zero_stage in (0, 1, 2), "zero_stage", self.zero_stage, what)
-        expect_one_of("recompute", self.recompute, "none", "selective", "full")
+        object.__setattr__(self, "recompute", canonical(self.recompute))
+
+    @property
+    def saved(self) -> frozenset[str]:
+        """Return the values of a layer that its backward pass finds (`recompute.VALUES`)."""
+        return saved_by(self.recompute)
+
+    @property
+    def expert_ways(self) -> int:
+        """Devices over which the experts of a layer are split, none by its columns."""
+        return self.expert * (self.model if self.experts_on_model else 1)
 
     @property
     def axes(self) -> dict[str, int]:
@@ -94,18 +112,11 @@ class Configuration:
         layer fewer: the ends have the embedding and the head besides (Llama 3, arXiv 2407.21783,
         section 3.3.2, for 126 layers over 16 stages).
         """
-        chunks = self.pipeline * self.interleave
-        most = -(-model.layers // chunks)
-        layers = [most] * chunks
-        for i in range(chunks * most - model.layers):
-            layers[i // 2 if i % 2 else chunks - 1 - i // 2] -= 1
-        return tuple(layers)
+        return _chunk_layers(model.layers, self.pipeline * self.interleave)
 
     def stage_layers(self, model: Transformer, stage: int | None = None) -> int:
         """Layers of a stage; None: of the stage that has most."""
-        layers = self.chunk_layers(model)
-        stages = range(self.pipeline) if stage is None else (stage,)
-        return max(sum(layers[s :: self.pipeline]) for s in stages)
+        return _stage_layers(model.layers, self.pipeline, self.interleave, stage)
 
     def shard_share(self, model: Transformer) -> float:
         """Return the fraction of a stage's parameters on a device of `fsdp`; shards are padded."""
@@ -143,14 +154,24 @@ class Configuration:
         )
         yield self.interleave > 1 and self.pipeline == 1, "interleave without a pipeline"
         yield (
-            self.expert > 1 and (not model.experts or bool(model.experts % self.expert)),
-            f"{model.experts} experts over expert={self.expert}",
+            self.expert_ways > 1 and (not model.experts or bool(model.experts % self.expert_ways)),
+            f"{model.experts} experts over expert={self.expert}"
+            + (f" and model={self.model}" if self.experts_on_model else ""),
+        )
+        yield (
+            self.experts_on_model and not self.splits_sequence,
+            "experts_on_model without a sequence that the tensor axis splits",
         )
         rows = self.context * (self.model if self.splits_sequence else 1)
         yield (
             bool(model.sequence % rows),
             f"a sequence of {model.sequence} over context={self.context}"
             + (f" and model={self.model}" if self.splits_sequence else ""),
+        )
+        yield (
+            not 0 <= self.offload <= model.layers or (self.offload > 0 and self.pipeline > 1),
+            f"offload={self.offload} of {model.layers} layers, over pipeline={self.pipeline}: give "
+            "0 with a pipeline, else at most all layers",
         )
         yield self.fsdp > model.hidden, f"hidden size {model.hidden} over fsdp={self.fsdp}"
         yield bool(global_batch % per_step), f"a batch of {global_batch} in parts of {per_step}"
@@ -184,9 +205,27 @@ class Configuration:
         """Name the choices that are not axes, in words."""
         more = [f"micro-batch {self.micro_batch}"]
         more += [f"ZeRO-{self.zero_stage}"] if self.zero_stage else []
-        more += [f"{self.recompute} recompute"] if self.recompute != "none" else []
+        more += [text] if (text := in_words(self.recompute)) else []
+        more += [f"{self.offload} layers offloaded"] if self.offload else []
+        more += ["experts over model too"] if self.experts_on_model else []
         more += [f"interleave {self.interleave}"] if self.interleave > 1 else []
         return ", ".join(more)
+
+
+@functools.cache  # a search asks for the same few again and again
+def _chunk_layers(layers: int, chunks: int) -> tuple[int, ...]:
+    most = -(-layers // chunks)
+    each = [most] * chunks
+    for i in range(chunks * most - layers):
+        each[i // 2 if i % 2 else chunks - 1 - i // 2] -= 1
+    return tuple(each)
+
+
+@functools.cache
+def _stage_layers(layers: int, pipeline: int, interleave: int, stage: int | None) -> int:
+    chunks = _chunk_layers(layers, pipeline * interleave)
+    stages = range(pipeline) if stage is None else (stage,)
+    return max(sum(chunks[s::pipeline]) for s in stages)
 
 
 # -- as a file ------------------------------------------------------------------------------------
@@ -201,13 +240,16 @@ class Chosen:
     Attributes:
         configuration: the split.
         order: its placement: the axes over the devices, major to minor.
-        global_batch, cluster: what it was made for; None in a file that says nothing of it.
+        global_batch, cluster, model, dtype: what it was made for; None in a file that says nothing
+            of it.
     """
 
     configuration: Configuration
     order: tuple[str, ...]
     global_batch: int | None = None
     cluster: str | None = None
+    model: Transformer | None = None
+    dtype: str | None = None
 
 
 def read_chosen(path: str | Path) -> Chosen:
@@ -226,8 +268,14 @@ def read_chosen(path: str | Path) -> Chosen:
         ) from error
     if sorted(order) != sorted(AXES):
         raise ValueError(f"order={order}: expected each of {', '.join(AXES)} once, slowest first")
+    model = data.get("model") if "configurations" in data else None  # else it is an axis
     return Chosen(
-        load_configuration(first), tuple(order), data.get("global_batch"), data.get("cluster")
+        load_configuration(first),
+        tuple(order),
+        data.get("global_batch"),
+        data.get("cluster"),
+        Transformer.from_fields(model) if model else None,
+        data.get("dtype"),
     )
 
 

@@ -11,6 +11,7 @@ from jaxoverlap._util.expect import expect, expect_flag
 from jaxoverlap._util.limits import whole
 from jaxoverlap._util.text import human_bytes, table
 from jaxoverlap.cost.find import cost_or_data_sheet, is_cost_model
+from jaxoverlap.cost.groups import Group
 from jaxoverlap.cost.model import CostModel
 from jaxoverlap.hardware.cluster import Cluster, cluster_from
 from jaxoverlap.parallelism.configuration import plain
@@ -19,12 +20,23 @@ from jaxoverlap.parallelism.memory import Memory
 from jaxoverlap.parallelism.model import Transformer
 from jaxoverlap.parallelism.published.bands import band
 from jaxoverlap.parallelism.published.models import named_model
-from jaxoverlap.parallelism.search import Found, Scored, Space, search
-from jaxoverlap.parallelism.stack import JAX, Stack
+from jaxoverlap.parallelism.recompute import canonical, is_published
+from jaxoverlap.parallelism.search import (
+    Found,
+    Scored,
+    Space,
+    fits_at_all,
+    memory_budget,
+    search,
+)
+from jaxoverlap.parallelism.stack import JAX, MAXTEXT, Stack
 
 _MOST_HOSTS = 65536
 _ONE_BY_ONE = 60  # hosts
-_SLOW_SUMS = 0.1  # of a step: exposed sums over data from which on less traffic is worth its price
+_SLOW_SUMS = 0.1  # of a step: exposed network collectives from which on less traffic is advised
+_TIED = 0.02  # of a step: below that the form does not tell two configurations of a model apart
+_LOOKED_AT = 24  # configurations among which the usual one is looked for
+_BETWEEN = 12  # steps between local updates, as docs/local_updates.md has them
 
 
 class NothingFitsError(ValueError):
@@ -39,6 +51,9 @@ class Configurations(Sequence[Scored]):
         model, cluster, global_batch, stack: the arguments of `configure`.
         found: the outcome of the search, counts and all.
         tools: what of this library the first of them uses, and the estimated seconds each saves.
+
+    Of those that are within two hundredths of the fastest the most usual comes first: tensor
+    parallelism within a host, a published choice of recompute, few axes, few stages.
     """
 
     model: Transformer
@@ -66,21 +81,30 @@ class Configurations(Sequence[Scored]):
         """Tokens per second of the choice, on the full cluster."""
         return self.global_batch * self.model.sequence / self[0].step_s
 
+    @property
+    def fastest(self) -> Scored:
+        """The fastest, which may come after a more usual one."""
+        return min(self, key=lambda scored: scored.step_s)
+
     def why(self) -> str:
-        """Say in words why the best beats the second, by the terms that differ most."""
+        """Say in words why the first comes before the second, by the terms that differ most."""
         if len(self) < 2:
             return "it is the only configuration that is legal and fits"
         best, second = (scored.terms.by_term for scored in self.found.best[:2])
         more = {name: second[name] - best[name] for name in best}
         ahead_s = self[1].step_s - self[0].step_s
-        gains = [n for n in sorted(more, key=lambda n: -more[n]) if more[n] > 0.1 * ahead_s][:2]
-        costs = [n for n in sorted(more, key=lambda n: more[n]) if more[n] < -0.1 * ahead_s][:2]
-        parts = [f"{more[n] * 1e3:.0f} ms less of {n}" for n in gains]
-        parts += [f"{-more[n] * 1e3:.0f} ms more of {n}" for n in costs]
-        share = ahead_s / self[1].step_s
+        gains = [n for n in sorted(more, key=lambda n: -more[n]) if more[n] > 0.1 * abs(ahead_s)]
+        costs = [n for n in sorted(more, key=lambda n: more[n]) if more[n] < -0.1 * abs(ahead_s)]
+        parts = [f"{more[n] * 1e3:.0f} ms less of {n}" for n in gains[:2]]
+        parts += [f"{-more[n] * 1e3:.0f} ms more of {n}" for n in costs[:2]]
+        share = abs(ahead_s) / self[1].step_s
+        beats = f"1 beats 2 by {ahead_s * 1e3:.0f} ms ({share:.1%})"
+        if ahead_s < 0:
+            beats = f"1 takes {-ahead_s * 1e3:.0f} ms ({share:.1%}) more than 2, and is more usual"
         return (
-            f"1 beats 2 by {ahead_s * 1e3:.0f} ms ({share:.1%}): {', '.join(parts) or 'a tie'}.\n"
-            "Differences below the form's error (docs/accuracy.md) are no reason to choose."
+            f"{beats}: {', '.join(parts) or 'a tie'}.\n"
+            f"Of what is within {_TIED:.0%} of the fastest the most usual comes first: differences "
+            "below\nthe form's error (docs/accuracy.md) are no reason to choose."
         )
 
     def __str__(self) -> str:
@@ -91,18 +115,37 @@ class Configurations(Sequence[Scored]):
             f"{self.stack.name}"
         )
         searched = (
-            f"{found.splits} legal splits, {found.fitting} fit in memory, {found.priced} priced, "
-            f"in {found.search_s * 1e3:.0f} ms; {self.tokens_per_s:,.0f} tokens/s by the choice"
+            f"{found.splits} legal splits, {found.priced} priced in all placements, in "
+            f"{found.search_s * 1e3:.0f} ms; {self.tokens_per_s:,.0f} tokens/s by the choice"
         )
         uses = "".join(f"\n  {line}" for line in self.tools)
         tools = f"\nUse for 1:{uses}" if uses else ""
-        return f"{head}\n\n{self._table()}\n{self.why()}\n{self.error_band}{tools}\n{searched}"
+        lines = (head, "", self._table(), self.why(), self.pool, self.error_band + tools, searched)
+        return "\n".join(lines)
 
     @property
     def error_band(self) -> str:
-        """How far the form was from published steps on this chip, of this kind, in words."""
+        """How far the form was from published steps of this software on this chip, in words."""
         dtype, experts = self.stack.matmul_dtype, bool(self.model.experts)
-        return band(self.cluster.chip.name, dtype, experts=experts)
+        text = band(self.stack.name, self.cluster.chip.name, dtype, experts=experts)
+        if self[0].configuration.overlap:
+            text += " No step with jaxoverlap.overlap was measured."
+        return text
+
+    @property
+    def pool(self) -> str:
+        """How much of a GPU's memory the allocator of the first has to take, in words."""
+        chip, needs = self.cluster.chip, self[0].memory.total
+        share = needed_fraction(needs, self.cluster, self.stack)
+        text = f"1 needs {needs / 1e9:.1f} GB of {chip.memory_bytes / 1e9:.1f}, by the count."
+        if self.stack.pool == 1.0:
+            return text
+        if share <= self.stack.pool:
+            return f"{text} JAX's default pool of {self.stack.pool:.0%} is enough."
+        return (
+            f"{text} Start it with XLA_PYTHON_CLIENT_MEM_FRACTION={share:.2f}; JAX takes "
+            f"{self.stack.pool:.0%} unless it is told."
+        )
 
     def _table(self) -> str:
         columns = (
@@ -126,7 +169,12 @@ class Configurations(Sequence[Scored]):
             )
             for number, scored in enumerate(self, 1)
         ]
-        return table("Fastest first (estimated)", columns, rows, right=columns[2:])
+        return table(
+            "Fastest first (estimated); of ties the most usual first",
+            columns,
+            rows,
+            right=columns[2:],
+        )
 
     def to_builtins(self) -> dict[str, Any]:
         """Return all of it as plain dicts and lists."""
@@ -134,6 +182,8 @@ class Configurations(Sequence[Scored]):
             "model": asdict(self.model),
             "cluster": str(self.cluster),
             "global_batch": self.global_batch,
+            "dtype": self.stack.matmul_dtype,
+            "memory_fraction": needed_fraction(self[0].memory.total, self.cluster, self.stack),
             "error_band": self.error_band,
             "search_s": self.found.search_s,
             "tools": list(self.tools),
@@ -152,7 +202,7 @@ class Configurations(Sequence[Scored]):
 
 def exposed_s(terms: StepTerms) -> float:
     """Seconds of collectives that nothing hides."""
-    names = ("model", "context", "expert", "fsdp", "pipeline", "data")
+    names = ("offload", "model", "context", "expert", "fsdp", "pipeline", "data")
     return sum(getattr(terms, name) for name in names)
 
 
@@ -163,6 +213,9 @@ def configure(
     global_batch: int,
     sequence: int | None = None,
     stack: Stack = JAX,
+    dtype: str | None = None,
+    recompute: str | None = None,
+    memory_fraction: float | None = None,
     axes: Mapping[str, Collection[int]] | None = None,
     overlap: bool = True,
     keep: int = 10,
@@ -179,13 +232,19 @@ def configure(
         global_batch: sequences of a step.
         sequence: tokens of a sequence; None: the model's.
         stack: the training software.
+        dtype: of a layer's matmuls: "bf16", "fp8", "mxfp8" or "nvfp4", as the chip has them; None:
+            the stack's, bf16 of those that have a name.
+        recompute: the one choice of recompute to take, such as "minimal_flash" or "saves qkv+out"
+            (`Configuration.recompute`); None: the fastest that fits.
+        memory_fraction: share of a GPU's memory that the allocator gets, as
+            XLA_PYTHON_CLIENT_MEM_FRACTION; None: up to the largest that leaves room beside it.
         axes: sizes allowed of some axes, as in {"pipeline": [1], "model": [1, 2, 4, 8]}.
         overlap: count tensor and FSDP collectives as `jaxoverlap.overlap` hides them.
         keep: how many to rank.
         cost: seconds of kernels and collectives; None: by the cluster's tables, or its facts.
 
     Raises:
-        ValueError: for an unknown model or axis, or a cluster that does not parse.
+        ValueError: for an unknown model, axis, dtype or policy, or a cluster that does not parse.
         NothingFitsError: if no configuration is legal and fits; it says which term is too large,
             and which cluster would do.
     """
@@ -203,38 +262,143 @@ def configure(
         model = named_model(model, sequence=sequence)
     elif sequence is not None:
         model = replace(model, sequence=sequence)
-    space = Space(axes=axes or {}, overlap=overlap)
-    times = IterationTime(
-        model, cost or cost_or_data_sheet(cluster), stack, global_batch=global_batch
-    )
-    found = search(model, cluster, times, space=space, keep=keep)
+    part = memory_fraction is None or 0.0 < memory_fraction <= 1.0
+    expect(part, "memory_fraction", memory_fraction, "a share above 0, at most 1")
+    cost = cost or cost_or_data_sheet(cluster)
+    dtype = stack.matmul_dtype if dtype is None else dtype
+    if dtype not in (known := sorted({*cost.dtypes} & {"bf16", "fp8", "mxfp8", "nvfp4"})):
+        raise ValueError(
+            f"dtype={dtype!r} on {cluster.chip.name}: its matmuls are known in {', '.join(known)}"
+        )
+    if recompute is not None:
+        canonical(recompute)
+    used = replace(stack, matmul_dtype=dtype)
+    space = Space(axes=axes or {}, overlap=overlap, recompute=recompute, pool=memory_fraction)
+    times = IterationTime(model, cost, used, global_batch=global_batch)
+    found = search(model, cluster, times, space=space, keep=max(keep, _LOOKED_AT))
     if not found.best:
         raise NothingFitsError(_nothing_fits(model, cluster, times, space, found))
-    tools = tuple(_tools(times, found.best[0])) if stack is JAX else ()
-    return Configurations(model, cluster, global_batch, stack, found, tools)
+    best = usual_first(found.best)
+    tools = tuple(_tools(times, best, space)) if stack is JAX else ()
+    shown = replace(found, best=best[:keep])
+    return Configurations(model, cluster, global_batch, used, shown, tools)
 
 
-def _tools(times: IterationTime, best: Scored) -> Iterator[str]:
-    """Yield which of this library's tools a configuration uses, and the seconds that it saves."""
+def needed_fraction(needs_bytes: float, cluster: Cluster, stack: Stack) -> float:
+    """Return the share of a GPU's memory that an allocator needs for a step, in hundredths."""
+    share = needs_bytes / memory_budget(cluster, stack, 1.0)
+    return min(math.ceil(share * 100) / 100, 1.0)
+
+
+def usual_first(found: Sequence[Scored]) -> tuple[Scored, ...]:
+    """Sort those that tie with the fastest by how usual they are; the others stay behind them."""
+    limit_s = (1 + _TIED) * found[0].step_s
+    tied = [scored for scored in found if scored.step_s <= limit_s]
+    return (*sorted(tied, key=_unusual), *found[len(tied) :])
+
+
+def _unusual(scored: Scored) -> tuple[float, ...]:
+    """Rank a configuration by what people avoid; the least is the most usual."""
+    config = scored.configuration
+    axes = [size for size in config.axes.values() if size > 1]
+    return (
+        scored.placement.group("model").domains > 1,
+        not is_published(config.recompute),
+        len(axes),
+        config.pipeline,
+        config.context,
+        scored.step_s,
+    )
+
+
+def _tools(times: IterationTime, found: Sequence[Scored], space: Space) -> Iterator[str]:
+    """Yield which of this library's tools the first uses, and the seconds that it saves."""
+    best = found[0]
     config, step_s = best.configuration, best.step_s
     plain_s = times.terms(replace(config, overlap=False), best.placement).step_s
     if config.overlap and plain_s > step_s:
-        yield (
-            f"jaxoverlap.overlap(step): {plain_s:.3g} s without, {plain_s / step_s - 1:.0%} more "
-            "(docs/options.md)"
-        )
+        yield _against_published(times, found, plain_s)
     if config.pipeline > 1:
         yield "jaxoverlap.pipeline.value_and_grad: its stages (docs/configure.md)"
     if config.context > 1:
         yield "jaxoverlap.train.varlen, if the lengths of sequences vary (docs/varlen.md)"
-    over_network = best.placement.group("data", "context", "expert").domains > 1
-    if over_network and best.terms.data > _SLOW_SUMS * step_s:
-        yield (
-            f"sums over data, on the network, take {best.terms.data:.3g} s of {step_s:.3g}: local "
-            f"updates every 12 steps would take {best.terms.data / 12:.2g} a step "
-            "(docs/local_updates.md), or compressed gradients (docs/compression.md); both change "
-            "what is learnt, as these say"
+    yield from _less_traffic(times, best, space)
+
+
+def _against_published(times: IterationTime, found: Sequence[Scored], plain_s: float) -> str:
+    """Compare the first with XLA's published options, on its mesh and on the best of those found.
+
+    These are MaxText's: the latency-hiding scheduler with a profile, which gathers a layer ahead.
+    """
+    options = IterationTime(
+        times.model,
+        times.cost,
+        replace(MAXTEXT, matmul_dtype=times.stack.matmul_dtype),
+        global_batch=times.global_batch,
+    )
+    seconds = [
+        options.terms(replace(one.configuration, overlap=False), one.placement).step_s
+        for one in found
+    ]
+    least_s, elsewhere = min(seconds), found[seconds.index(min(seconds))]
+    ahead = seconds[0] / found[0].step_s - 1
+    text = (
+        f"jaxoverlap.overlap(step): {found[0].step_s:.3g} s; {seconds[0]:.3g} by XLA's best "
+        f"published options ({ahead:+.0%}), {plain_s:.3g} with nothing hidden (docs/options.md)"
+    )
+    if elsewhere is not found[0]:
+        text += f"\n  these options are fastest on {elsewhere.shown}: {least_s:.3g} s"
+    return text
+
+
+def _less_traffic(times: IterationTime, best: Scored, space: Space) -> Iterator[str]:
+    """Yield advice where the network exposes much of a step: local updates, compression."""
+    terms, placement = best.terms, best.placement
+    far = {
+        "data": placement.group("data", "context", "expert").domains > 1,
+        "fsdp": placement.group("fsdp").domains > 1,
+    }
+    exposed = {name: getattr(terms, name) for name, is_far in far.items() if is_far}
+    seconds = sum(exposed.values())
+    if seconds <= _SLOW_SUMS * best.step_s:
+        return
+    text = (
+        f"{' and '.join(exposed)} on the network take {seconds:.3g} s of {best.step_s:.3g}: "
+        "compress gradients\n  (docs/compression.md)"
+    )
+    rounds = _local_updates(times, space)
+    if rounds and rounds[1] < best.step_s:
+        workers, step_s = rounds
+        text += (
+            f" or train {workers} workers with local updates every {_BETWEEN} steps, "
+            f"{step_s:.3g} s a step\n  (docs/local_updates.md)"
         )
+    yield text + "; both change what is learnt, as these pages say"
+
+
+def _local_updates(times: IterationTime, space: Space) -> tuple[int, float] | None:
+    """Return the workers of local updates and their seconds of a step; None if none fits.
+
+    A worker has as few hosts as hold the model; the average over workers comes every so many steps.
+    """
+    cluster = times.cost.cluster
+    for hosts in (n for n in range(1, cluster.num_hosts) if cluster.num_hosts % n == 0):
+        workers = cluster.num_hosts // hosts
+        if times.global_batch % workers:
+            continue
+        small = replace(cluster, num_hosts=hosts)
+        alone = IterationTime(
+            times.model,
+            replace(times.cost, cluster=small),
+            times.stack,
+            global_batch=times.global_batch // workers,
+        )
+        if best := search(times.model, small, alone, space=replace(space, axes={}), keep=1).best:
+            each = times.stack.reduced_bytes * times.model.params / small.num_devices
+            sent = int(2 * each * (workers - 1) / workers)
+            average_s = times.cost.collective_s("all-reduce", sent, Group(workers, workers))
+            return workers, best[0].step_s + average_s / _BETWEEN
+    return None
 
 
 def _nothing_fits(
@@ -250,7 +414,7 @@ def _nothing_fits(
             f"{'the sizes, ' if space.axes else ''}the batch or the number of GPUs"
         )
     of, needs = found.smallest
-    budget = cluster.chip.memory_bytes / times.stack.reserve
+    budget = memory_budget(cluster, times.stack, space.pool)
     larger = _smallest_cluster(model, cluster, times, space)
     would = f"{larger} would do" if larger else f"no cluster of up to {_MOST_HOSTS} hosts would do"
     return (
@@ -273,7 +437,7 @@ def _smallest_cluster(
     Hosts are tried one by one from what the state alone needs, then doubled.
     """
     stack = times.stack
-    budget = cluster.chip.memory_bytes / stack.reserve * cluster.gpus_per_host
+    budget = memory_budget(cluster, stack, space.pool) * cluster.gpus_per_host
     each = stack.weight_bytes + stack.gradient_bytes + stack.optimizer_bytes
     least = max(cluster.num_hosts + 1, math.ceil(model.params * each / budget))
     doubled = (least << n for n in range(6, 20))
@@ -281,6 +445,6 @@ def _smallest_cluster(
         if hosts > _MOST_HOSTS:
             return None
         larger = replace(cluster, num_hosts=hosts)
-        if search(model, larger, times, space=space, keep=0).fitting:
+        if fits_at_all(model, larger, times, space=space):
             return larger
     return None

@@ -9,18 +9,19 @@ bytes and its group's placement, utilisation by a matmul's shape: both are the c
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 
 from jaxoverlap.cost.groups import Group, pair
 from jaxoverlap.cost.kernels import AttentionKernel, MatmulKernel
 from jaxoverlap.cost.model import CostModel
 from jaxoverlap.parallelism import traffic, work
-from jaxoverlap.parallelism.configuration import Configuration
-from jaxoverlap.parallelism.memory import StageParams, layer_activation_bytes, zero_ways
-from jaxoverlap.parallelism.model import Transformer
+from jaxoverlap.parallelism.configuration import AXES, Configuration
+from jaxoverlap.parallelism.memory import LayerValues, StageParams, zero_ways
+from jaxoverlap.parallelism.model import ELEMENT, Transformer
 from jaxoverlap.parallelism.parts import Parts
-from jaxoverlap.parallelism.placement import Placement
+from jaxoverlap.parallelism.placement import Densest, Placement
+from jaxoverlap.parallelism.recompute import VALUES
 from jaxoverlap.parallelism.stack import Stack
 from jaxoverlap.parallelism.traffic import Sent
 from jaxoverlap.plan.collectives import PERMUTE
@@ -36,6 +37,7 @@ class StepTerms(Parts):
         compute: kernels of the slowest stage, all micro-batches, with the additions of their
             gradients (`Stack.lockstep`), without recompute.
         recompute: kernels that its backward passes run again.
+        offload: copies of activations to the host's memory and back, as far as no layer hides them.
         model, context, expert, fsdp: collectives along that axis; for embedding and head `fsdp`
             may run over `model` too (`Stack.gathers_tables`).
         pipeline: sends between stages, and the sum of a tied table's gradients; with `lockstep`
@@ -47,6 +49,7 @@ class StepTerms(Parts):
 
     compute: float = 0.0
     recompute: float = 0.0
+    offload: float = 0.0
     model: float = 0.0
     context: float = 0.0
     expert: float = 0.0
@@ -77,11 +80,17 @@ class IterationTime:
         self.global_batch = global_batch
         self._kernel_s = functools.cache(self._kernel_uncached)
         self._alone_s = functools.cache(cost.collective_s)
-        self._layer = functools.cache(self._layer_uncached)
-        self._forward_s = functools.cache(self._forward_uncached)
+        self._kernels = functools.cache(self._kernels_uncached)
+        self._forward_cached = functools.cache(self._forward_uncached)
+        self._backward_s = functools.cache(self._backward_uncached)
+        self._again_by_value_s = functools.cache(self._again_uncached)
         self._head = functools.cache(self._head_uncached)
         self._sends = dict[tuple[object, ...], StepTerms]()
-        self._least_fsdp = dict[tuple[Configuration, int], float]()
+        self._least_fsdp_cached = functools.cache(self._least_fsdp_uncached)
+        self._passes = functools.cache(self._passes_uncached)
+        self._values = functools.cache(self._values_uncached)
+        self._casts_cached = functools.cache(self._casts_uncached)
+        self.bound_of_layer_s = functools.cache(self._bound_uncached)
 
     def terms(self, config: Configuration, placement: Placement) -> StepTerms:
         """Return a configuration's seconds by term.
@@ -90,13 +99,14 @@ class IterationTime:
         the pipeline fills and drains, which interleaving by v divides by v.
         """
         micro_batches = config.micro_batches(self.global_batch)
-        layer = self._layer(_kernels_key(config)) + self._layer_sends(config, placement)
+        layer = self._layer(config) + self._layer_sends(config, placement)
         once = replace(StepTerms(), pipeline=self._stage_sends(config, placement))
         once += replace(StepTerms(), fsdp=self._unhidden_s(config, placement))
         once += replace(StepTerms(), compute=self._added_s(config))
+        once += replace(StepTerms(), offload=config.offload * self._offload_s(config))
         middle_layers, last_layers = self._stage_layers(config)
         middle = layer * middle_layers + once
-        last = layer * last_layers + once + self._head(_kernels_key(config))
+        last = layer * last_layers + once + self._head(_unrecomputed(config))
         slowest = max(middle, last, key=lambda stage: stage.step_s)
         bubble_s = (config.pipeline - 1) * middle.step_s / config.interleave
         return slowest * micro_batches + StepTerms(
@@ -113,61 +123,175 @@ class IterationTime:
             return most, most
         return config.stage_layers(self.model), config.stage_layers(self.model, config.pipeline - 1)
 
-    def bound_s(self, config: Configuration, placement: Placement) -> float:
+    def bound_s(self, config: Configuration, domain: int, layer_s: float | None = None) -> float:
         """Return a lower bound of the seconds on any placement.
 
-        Kernels and their bubble, what tensor parallelism adds, and what hidden FSDP costs at least.
+        Kernels and their bubble, what tensor, expert and context parallelism add in the densest
+        placement, and what hidden FSDP costs at least.
 
         Args:
-            placement: any; tensor parallelism is innermost in all of them.
+            domain: GPUs of an NVLink domain; tensor parallelism is innermost in all placements.
+            layer_s: `bound_of_layer_s`; None: the configuration's.
         """
-        layer_s = self._layer(_kernels_key(config)).step_s
-        layer_s += self._layer_sends(config, placement).model
-        layer_s += self._least_fsdp_s(config, placement.domain)
+        if layer_s is None:
+            layer_s = self.bound_of_layer_s(kernels_of(config), domain, config.overlap)
+        layer_s += self._least_fsdp_s(config, domain) + sum(self._casts_s(config))
         middle, last = self._stage_layers(config)
-        slowest_s = max(layer_s * middle, layer_s * last + self._head(_kernels_key(config)).step_s)
+        head_s = self._head(_unrecomputed(config)).step_s
+        slowest_s = max(layer_s * middle, layer_s * last + head_s)
         bubble_s = (config.pipeline - 1) * layer_s * middle / config.interleave
         return slowest_s * config.micro_batches(self.global_batch) + bubble_s
+
+    def _bound_uncached(self, config: Configuration, domain: int, overlap: bool) -> float:
+        """Return a layer's seconds without FSDP in its densest placement, for `bound_s`."""
+        layer_s = self._kernels(config).step_s
+        if config.model == config.expert == config.context == 1:
+            return layer_s
+        inner = Densest(AXES, tuple(config.axes.values()), domain)
+        sends = self._layer_sends(replace(config, overlap=overlap), inner)
+        return layer_s + sends.model + sends.expert + sends.context
 
     def _least_fsdp_s(self, config: Configuration, domain: int) -> float:
         """Return what hidden collectives of FSDP cost a layer on the fewest domains they fit."""
         if config.fsdp == 1 or (config.pipeline > 1 and self.stack.keeps_gathered):
             return 0.0
-        domains = min(-(-config.fsdp * config.model // domain), config.fsdp)
-        key = (_kernels_key(config), domains)
-        if key not in self._least_fsdp:
+        return self._least_fsdp_cached(config.fsdp, config.model, config.expert, domain)
+
+    def _least_fsdp_uncached(self, fsdp: int, model: int, expert: int, domain: int) -> float:
+        config = Configuration(fsdp=fsdp, model=model, expert=expert)
+        group = Group(fsdp, min(-(-fsdp * model // domain), fsdp))
+        sends = traffic.of_weights(self.model, config)
+        sent_s = sum(s.count * self._in_group_s(s, group) for s in sends)
+        return min(self.stack.hidden_cost, 1.0) * sent_s
+
+    def cost_of_choices(
+        self, key: Configuration, choices: Iterable[str]
+    ) -> Iterator[tuple[float, float, str]]:
+        """Yield what each choice of recompute costs a layer: seconds, saved bytes; and the choice.
+
+        Seconds are those of kernels, and of what goes along the tensor axis and to experts, in the
+        densest placement, of which the same part stays exposed with all choices.
+
+        Args:
+            key: what `kernels_of` gives.
+            choices: as `Configuration` takes them.
+        """
+        sent_s = self._sent_again_s(key)
+        for recompute in choices:
+            config = with_recompute(key, recompute)
+            again = zip(traffic.again(config, self.stack), sent_s, strict=True)
+            seconds = self._kernels(config).step_s + sum(s for sends, s in again if sends)
+            yield seconds, self._kept_bytes(config), recompute
+
+    def _sent_again_s(self, key: Configuration) -> list[float]:
+        """Return the seconds of the collectives that go with each part of `traffic.again`."""
+        if key.model == key.expert == 1:
+            return [0.0] * 5
+        inner = Densest(AXES, tuple(key.axes.values()), self.cost.cluster.gpus_per_nvlink_domain)
+
+        def sent_s(recompute: str) -> float:
+            config = with_recompute(key, recompute)
             sends = traffic.of_layer(self.model, config, self.stack)
-            group = Group(config.fsdp, domains)
-            self._least_fsdp[key] = sum(
-                s.count * self._in_group_s(s, group) for s in sends if s.term == "fsdp"
-            )
-        return min(self.stack.hidden_cost, 1.0) * self._least_fsdp[key]
+            exposed = {"model": _EXPOSED, "expert": self.stack.expert_exposed}
+            return sum(exposed.get(s.term, 0.0) * s.count * self._sent_s(s, inner) for s in sends)
+
+        none_s = sent_s("none")
+        apart = (("qkv",), ("up",), ("norms", "out"), ("dispatch",))
+        parts = [
+            sent_s("saves " + "+".join(v for v in VALUES if v not in of)) - none_s for of in apart
+        ]
+        return [*parts, sent_s("full") - none_s - sum(parts)]
+
+    def _kept_bytes(self, config: Configuration) -> float:
+        values = self._values(_unrecomputed(config))
+        return values.kept(config.recompute, config.saved, self.stack)
+
+    def _values_uncached(self, config: Configuration) -> LayerValues:
+        return LayerValues.of(self.model, config, self.stack)
 
     # -- kernels ----------------------------------------------------------------------------------
 
-    def _layer_uncached(self, config: Configuration) -> StepTerms:
-        """Seconds of a layer's kernels for one micro-batch."""
-        counted = work.layer(self.model, config, self.stack)
-        forward_s, backward_s = self._forward_s(config), self._work_s(counted.backward)
-        again_s = {
-            "none": 0.0,
-            "selective": self._work_s(counted.again),
-            "full": forward_s,
-        }[config.recompute]
+    def _layer(self, config: Configuration) -> StepTerms:
+        """Seconds of a layer's kernels for one micro-batch, with the casts of its weights."""
+        forward_s, backward_s = self._casts_s(config)
+        kernels = self._kernels(kernels_of(config))
+        if not forward_s:
+            return kernels
+        # XLA casts again where it computes again, and a pipeline of one program always does.
+        again = (
+            config.recompute != "none" if self.stack.skips_unread else config.recompute == "full"
+        )
+        times = again + (self.stack.lockstep and config.pipeline > 1)
+        return kernels + StepTerms(compute=forward_s + backward_s, recompute=times * forward_s)
+
+    def _casts_s(self, config: Configuration) -> tuple[float, float]:
+        """Return the seconds of casting a layer's weights, and their gradients."""
+        if self.stack.weight_bytes <= ELEMENT:
+            return 0.0, 0.0
+        return self._casts_cached(config.fsdp, config.model, config.expert)
+
+    def _casts_uncached(self, fsdp: int, model: int, expert: int) -> tuple[float, float]:
+        config = Configuration(fsdp=fsdp, model=model, expert=expert)
+        casts = work.weight_casts(self.model, config, self.stack)
+        return self._work_s(casts.forward), self._work_s(casts.backward)
+
+    def _kernels_uncached(self, config: Configuration) -> StepTerms:
+        """Seconds of a layer's kernels for one micro-batch, without casts of weights."""
+        forward_s = self._forward_cached(_unrecomputed(config))
+        again_s = self._again_s(config)
         if self.stack.lockstep and config.pipeline > 1:
             again_s += forward_s
         stacked_s = 0.0
         if self.stack.saved > 1 and config.recompute != "full":
             # A scan copies residuals into stacked ones, and out of them: four more passes.
-            saved = layer_activation_bytes(self.model, config, self.stack)
-            stacked_s = self._work_s(work.Work(memory_bytes=4 * saved))
+            stacked_s = self._work_s(work.Work(memory_bytes=4 * self._kept_bytes(config)))
+        kernels_s = forward_s + self._backward_s(_unrecomputed(config))
         # A layer with experts takes at least as long as the host launches its kernels.
-        launched_s = self.stack.expert_launch_s if self.model.experts else 0.0
-        compute_s = max(forward_s + backward_s + stacked_s, launched_s - again_s)
+        experts = sum(count for count, kind in self.model.kinds if kind.experts)
+        launched_s = self.stack.expert_launch_s * experts / self.model.layers
+        compute_s = max(kernels_s + stacked_s, launched_s - again_s)
         return StepTerms(compute=compute_s, recompute=again_s)
 
+    def _again_s(self, config: Configuration) -> float:
+        """Return the seconds of the kernels that a layer's backward pass runs again."""
+        if config.recompute == "none":
+            return 0.0
+        if config.recompute == "full" and not self.stack.skips_unread:
+            return self._forward_cached(_unrecomputed(config))
+        by_value = self._again_by_value_s(_unrecomputed(config))
+        saved = config.saved | ({"out"} if "norms" in config.saved else set())
+        if not self.stack.fuses(config.context):
+            saved -= {"attention"}  # its scores, which the backward pass reads, are not kept
+        return sum(by_value[name] for name in VALUES if name not in saved)
+
+    def _again_uncached(self, config: Configuration) -> dict[str, float]:
+        seconds = dict.fromkeys(VALUES, 0.0)
+        for share, counted in self._passes(config):
+            for name, again in counted.again.items():
+                seconds[name] += share * self._work_s(again)
+        return seconds
+
+    def kernels_s(self, key: Configuration) -> float:
+        """Return the seconds of a layer's kernels, without casts of weights."""
+        return self._kernels(key).step_s
+
+    def _passes_uncached(self, config: Configuration) -> tuple[tuple[float, work.Pass], ...]:
+        """Return the passes of each kind of layer, and its share of the layers."""
+        model, stack = self.model, self.stack
+        return tuple(
+            (count / model.layers, work.layer(model, config, stack, kind))
+            for count, kind in model.kinds
+        )
+
     def _forward_uncached(self, config: Configuration) -> float:
-        return self._work_s(work.layer(self.model, config, self.stack).forward)
+        return sum(share * self._work_s(of.forward) for share, of in self._passes(config))
+
+    def _backward_uncached(self, config: Configuration) -> float:
+        return sum(share * self._work_s(of.backward) for share, of in self._passes(config))
+
+    def _forward_s(self, config: Configuration) -> float:
+        """Seconds of a layer's forward pass, the mean of its kinds."""
+        return self._forward_cached(_unrecomputed(config)) + self._casts_s(config)[0]
 
     def _head_uncached(self, config: Configuration) -> StepTerms:
         counted = work.head(self.model, config)
@@ -212,6 +336,14 @@ class IterationTime:
             elements += part * config.shard_share(self.model) / (shards if config.zero_stage else 1)
         return self._work_s(work.optimizer(elements, self.stack))
 
+    def _offload_s(self, config: Configuration) -> float:
+        """Seconds by which the copy of a layer's activations exceeds the layer, there and back."""
+        if not config.offload:
+            return 0.0
+        copy_s = self._kept_bytes(config) / self.cost.cluster.chip.host_link.bandwidth_bytes_per_s
+        layer, forward_s = self._layer(config), self._forward_s(config)
+        return max(0.0, copy_s - forward_s) + max(0.0, copy_s - layer.step_s + forward_s)
+
     # -- collectives ------------------------------------------------------------------------------
 
     def _sent_s(self, sent: Sent, placement: Placement, pieces: int | None = None) -> float:
@@ -246,8 +378,9 @@ class IterationTime:
 
     def _layer_sends(self, config: Configuration, placement: Placement) -> StepTerms:
         """Return what a layer's collectives add to one micro-batch, in seconds by term."""
-        groups = tuple(placement.group(axis) for axis in ("model", "context", "expert", "fsdp"))
-        key = (_kernels_key(config), config.fsdp, config.data, config.overlap, groups)
+        groups = tuple(placement.group(*axes) for axes in _LAYERS_AXES)
+        waits = placement.group(*_REPLICAS) if self.stack.scale_syncs else None
+        key = (kernels_of(config), config.fsdp, config.overlap, groups, waits)
         if key not in self._sends:
             self._sends[key] = self._layer_sends_uncached(config, placement)
         return self._sends[key]
@@ -255,16 +388,18 @@ class IterationTime:
     def _layer_sends_uncached(self, config: Configuration, placement: Placement) -> StepTerms:
         seconds = dict[str, float]()
         sends = traffic.of_layer(self.model, config, self.stack)
-        if self.stack.scale_syncs:
+        if self.stack.scale_syncs and self.stack.matmul_dtype == "fp8":
             seconds["data"] = self._scales_s(config, placement)
         for sent in sends:
             sent_s = sent.count * self._sent_s(sent, placement)
             seconds[sent.term] = seconds.get(sent.term, 0.0) + sent_s
+        if "expert" in seconds:
+            seconds["expert"] *= self.stack.expert_exposed
         if "model" in seconds and self.stack.tensor_exposed is not None:
             seconds["model"] *= self.stack.tensor_exposed
         elif "model" in seconds and self._hides(config):
             plain_s = seconds["model"]
-            rings_s = self._rings_s(config, placement, sends)
+            rings_s = self._rings_s(config, placement)
             halves_s = self._halves_s(config, placement, plain_s)
             seconds["model"] = min(plain_s, rings_s, halves_s)
         if "fsdp" in seconds and self._gathers_ahead(config):
@@ -276,7 +411,7 @@ class IterationTime:
 
     def _scales_s(self, config: Configuration, placement: Placement) -> float:
         """Seconds of a layer's all-reduces of fp8 scales, each of which waits for all hosts."""
-        group = placement.group("data", "fsdp", "expert", "context")
+        group = placement.group(*_REPLICAS)
         waited_s = _WAIT_S * min(group.domains, _MOST_WAITED_FOR) if group.domains > 1 else 0.0
         each_s = self._collective_s("all-reduce", 8, group) + waited_s
         return self.stack.scale_syncs * each_s
@@ -316,7 +451,7 @@ class IterationTime:
             )
         return seconds
 
-    def _rings_s(self, config: Configuration, placement: Placement, sends: Iterable[Sent]) -> float:
+    def _rings_s(self, config: Configuration, placement: Placement) -> float:
         """Seconds that rings along the tensor axis leave exposed in a layer, or add to its matmuls.
 
         A collective next to a matmul becomes n chunks of it and n - 1 hops: chunk + (n - 1)
@@ -324,22 +459,23 @@ class IterationTime:
         backward pass has two matmuls over each hop. The collective stays where that takes less.
         """
         n, group = config.model, placement.group("model")
-        counted = work.layer(self.model, config, self.stack)
-        mine = [s for s in sends if s.term == "model"]
-        if not config.splits_sequence or not counted.forward.matmuls:
+        plain = all(kind.mixer == "attention" and kind.has_mlp for _, kind in self.model.kinds)
+        if not config.splits_sequence or not plain or self.model.kv_rank:
             return float("inf")
         exposed_s = 0.0
-        for sent in mine:
-            hop_s = self._collective_s(PERMUTE, sent.sent_bytes / (n - 1), pair(group))
-            plain_s = self._sent_s(sent, placement)
-            matmuls = counted.forward.matmuls[:4]
-            per_hop = 2 if sent.phase == "backward" else 1
-            for i in range(sent.count):
-                matmul = _matmul_of(sent.kind, i, matmuls)
-                matmul_s = per_hop * self._matmul_s(matmul)
-                chunk_s = per_hop * self._matmul_s(replace(matmul, m=max(matmul.m // n, 1)))
-                ring_s = chunk_s + (n - 1) * max(chunk_s, hop_s) - matmul_s
-                exposed_s += min(plain_s, max(ring_s, 0.0))
+        passes = self._passes(_unrecomputed(config))
+        for (share, counted), (_, kind) in zip(passes, self.model.kinds, strict=True):
+            for sent in traffic.of_tensor(self.model, config, self.stack, kind):
+                hop_s = self._collective_s(PERMUTE, sent.sent_bytes / (n - 1), pair(group))
+                plain_s = self._sent_s(sent, placement)
+                matmuls = counted.forward.matmuls[:4]
+                per_hop = 2 if sent.phase == "backward" else 1
+                for i in range(int(sent.count)):
+                    matmul = _matmul_of(sent.kind, i, matmuls)
+                    matmul_s = per_hop * self._matmul_s(matmul)
+                    chunk_s = per_hop * self._matmul_s(replace(matmul, m=max(matmul.m // n, 1)))
+                    ring_s = chunk_s + (n - 1) * max(chunk_s, hop_s) - matmul_s
+                    exposed_s += share * min(plain_s, max(ring_s, 0.0))
         return exposed_s
 
     def _halves_s(self, config: Configuration, placement: Placement, plain_s: float) -> float:
@@ -353,7 +489,7 @@ class IterationTime:
         near = placement.group("model").domains == 1
         if self.stack.halves_exposed is None or config.micro_batch % 2 or not near:
             return float("inf")
-        layer_s = self._layer(_kernels_key(config)).step_s
+        layer_s = self._layer(config).step_s
         exposed_s = max(plain_s - layer_s, self.stack.halves_exposed * plain_s)
         return exposed_s + self.stack.halves_compute * layer_s
 
@@ -367,8 +503,8 @@ class IterationTime:
 
         Gathers run one layer ahead; forward and backward apart, as neither hides the other's.
         """
-        layer = self._layer(_kernels_key(config))
-        forward_s = self._forward_s(_kernels_key(config))
+        layer = self._layer(config)
+        forward_s = self._forward_s(config)
         backward_s = layer.compute + layer.recompute - forward_s
         return [
             (
@@ -418,22 +554,52 @@ class IterationTime:
 # from 512 to 2048 (NVIDIA/dgxc-benchmarking, maxtext/README_70b.md).
 _WAIT_S, _MOST_WAITED_FOR = 15e-6, 32
 
+# Share of tensor collectives that stays exposed, as choices of recompute are compared.
+_EXPOSED = 0.25
+
 # FSDP's collectives that no layer hides: (phase, kind), in the order of `_fsdp_phases`.
 _ENDS = (("forward", "all-gather"), ("backward", "reduce-scatter"))
 
 
-def _kernels_key(config: Configuration) -> Configuration:
+# The groups of devices over which a layer's collectives run.
+_REPLICAS = ("data", "fsdp", "expert", "context")
+_LAYERS_AXES = (("model",), ("context",), ("expert",), ("expert", "model"), ("fsdp",))
+
+
+def kernels_of(config: Configuration) -> Configuration:
     """Return a configuration with only those fields that its kernels depend on."""
+    return _key(
+        min(config.pipeline, 2), config.model, config.expert, config.context, config.micro_batch,
+        config.recompute, config.sequence_parallel, config.experts_on_model,
+    )  # fmt: skip
+
+
+def _unrecomputed(config: Configuration) -> Configuration:
+    """Return what its passes depend on: all that its kernels do, but for recompute."""
+    return _key(
+        1, config.model, config.expert, config.context, config.micro_batch, "none",
+        config.sequence_parallel, config.experts_on_model,
+    )  # fmt: skip
+
+
+def with_recompute(key: Configuration, recompute: str) -> Configuration:
+    """Return what `kernels_of` gives, with another choice of recompute."""
+    return _key(
+        key.pipeline, key.model, key.expert, key.context, key.micro_batch, recompute,
+        key.sequence_parallel, key.experts_on_model,
+    )  # fmt: skip
+
+
+@functools.cache  # a search asks for the same few again and again
+def _key(
+    pipeline: int, model: int, expert: int, context: int, micro_batch: int, recompute: str,
+    sequence_parallel: bool, experts_on_model: bool,
+) -> Configuration:  # fmt: skip
     return Configuration(
-        pipeline=min(config.pipeline, 2),
-        model=config.model,
-        expert=config.expert,
-        context=config.context,
-        micro_batch=config.micro_batch,
-        recompute=config.recompute,
-        sequence_parallel=config.sequence_parallel,
-        fsdp=config.fsdp,
-    )
+        pipeline=pipeline, model=model, expert=expert, context=context, micro_batch=micro_batch,
+        recompute=recompute, sequence_parallel=sequence_parallel,
+        experts_on_model=experts_on_model,
+    )  # fmt: skip
 
 
 def _distinct(targets: int, choices: int) -> float:

@@ -6,12 +6,14 @@ Parameters are exact: they reproduce the integers that Megatron-DeepSpeed printe
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 from jaxoverlap.parallelism.configuration import Configuration
-from jaxoverlap.parallelism.model import ELEMENT, Transformer
+from jaxoverlap.parallelism.model import ELEMENT, Kind, Transformer
 from jaxoverlap.parallelism.parts import Parts
 from jaxoverlap.parallelism.pipeline.schedule import PipelineSchedule
+from jaxoverlap.parallelism.recompute import VALUES
 from jaxoverlap.parallelism.stack import Stack
 
 
@@ -25,12 +27,12 @@ class StageParams(Parts):
         tables: those of `dense` that are embeddings or the head.
     """
 
-    dense: int
-    experts: int = 0
-    tables: int = 0
+    dense: float
+    experts: float = 0
+    tables: float = 0
 
     @property
-    def total(self) -> int:
+    def total(self) -> float:
         """All of them."""
         return self.dense + self.experts
 
@@ -147,97 +149,226 @@ def in_flight(config: Configuration, micro_batches: int, stage: int = 0) -> int:
     return min(2 * (p - stage - 1) + (v - 1) * p + 1, micro_batches * v)
 
 
-def layer_activation_bytes(model: Transformer, config: Configuration, stack: Stack) -> float:
-    """Count the bytes that a layer keeps for its backward pass, for a micro-batch.
+LATENT = "latent"  # the compressed queries, keys and values: kept wherever anything is
+_NARROW_BYTES = {"fp8": 1.0, "mxfp8": 1 + 1 / 32, "nvfp4": 1 / 2 + 1 / 16}  # of an element
 
-    Korthikanti et al. (arXiv 2205.05198), equations 1 to 4: s b h (10 + 24/t + 5 a s / (h t))
-    with dropout and plain attention, (34 + ...) / t with the sequence split; without dropout its
-    masks are gone, and without the scores' term where attention is fused or computed again.
+
+def kept_bytes(
+    model: Transformer, config: Configuration, stack: Stack
+) -> tuple[float, dict[str, float]]:
+    """Count what a layer saves for its backward pass, for a micro-batch: its input, and by value.
+
+    Without recompute that is Korthikanti et al.'s count (arXiv 2205.05198, equations 1 to 4) for
+    attention that is fused. What only matmuls read is kept in their dtype by a stack that says so.
+    Of a model with several kinds of layers it is the mean.
     """
-    if config.recompute == "selective" and "pointwise" in stack.selective:
-        return _kept_results_bytes(model, config, stack)
     tokens = config.micro_batch * model.sequence / config.context
-    h, t = model.hidden, config.model
-    unsplit = (10 if stack.dropout else 8) * tokens * h / (t if config.splits_sequence else 1)
-    kv = max(model.kv_hidden / t, model.head_size)
-    inner = model.active_inner / t * model.mlp_matrices * ELEMENT
-    split = tokens * (2 * ELEMENT * model.query_hidden / t + 2 * ELEMENT * kv + inner)
-    scores = 0.0
-    if not stack.fuses(config.context) and (config.recompute == "none" or stack.saved > 1):
-        scores = (
-            (5 if stack.dropout else stack.score_bytes) * tokens * model.sequence * model.heads / t
+    t = config.model
+    stream = model.hidden / (t if config.splits_sequence else 1)
+    narrow = _NARROW_BYTES.get(stack.matmul_dtype, ELEMENT) if stack.saves_narrow else ELEMENT
+    masks = 1 if stack.dropout else 0  # bytes
+    layer_input, values = 0.0, dict.fromkeys((*VALUES, LATENT), 0.0)
+    for count, kind in model.kinds:
+        share = count / model.layers * tokens
+        blocks = bool(kind.mixer) + kind.has_mlp
+        layer_input += share * ELEMENT * stream
+        # Norms, each in the dtype of the matmul that reads it; the sum between two blocks.
+        values["norms"] += share * (blocks * (narrow + masks) + (blocks - 1) * ELEMENT) * stream
+        if kind.mixer:
+            mixed = model.mamba_inner if kind.mixer == "mamba" else model.value_hidden
+            read_twice = narrow if narrow < ELEMENT else 0  # by the scan's gradient, and by `out`'s
+            values["qkv"] += share * ELEMENT * _mixer_columns(model, kind, t)
+            latent = model.latent if kind.mixer == "attention" else 0
+            values[LATENT] += share * ELEMENT * latent
+            values["attention"] += share * (ELEMENT + read_twice) * mixed / t
+            values["out"] += share * ELEMENT * stream if kind.has_mlp else 0.0
+        inner = (model.active_inner if kind.experts else kind.inner) / t
+        wide = narrow if stack.matmul_dtype == "fp8" else ELEMENT  # Transformer Engine's own store
+        values["up"] += share * wide * inner
+        values["gate"] += share * wide * inner if model.gated else 0.0
+        values["activation"] += share * narrow * inner
+        if kind.experts:
+            split = t if config.splits_sequence or config.experts_on_model else 1
+            routed = stack.capacity * model.choices * model.routed_hidden / split
+            values["dispatch"] += share * narrow * routed
+    return layer_input, values
+
+
+def _mixer_columns(model: Transformer, kind: Kind, t: int) -> float:
+    """Elements of a token that its mixer reads: queries, keys and values, or a scan's columns."""
+    if kind.mixer == "mamba":
+        return model.mamba_columns / t
+    if model.kv_rank:  # keys and values have as many heads as queries
+        return (2 * model.query_hidden + model.value_hidden) / t
+    return model.query_hidden / t + 2 * max(model.kv_hidden / t, model.head_size)
+
+
+def layer_activation_bytes(model: Transformer, config: Configuration, stack: Stack) -> float:
+    """Count the bytes that a layer saves for its backward pass, for a micro-batch."""
+    return LayerValues.of(model, config, stack).kept(config.recompute, config.saved, stack)
+
+
+@dataclass(frozen=True)
+class LayerValues:
+    """What a layer makes of a micro-batch that its backward pass reads.
+
+    Attributes:
+        layer_input: bytes of its input.
+        values: bytes by value (`recompute.VALUES`), and of latents.
+        scores: bytes of attention's scores, where they are saved.
+    """
+
+    layer_input: float
+    values: dict[str, float]
+    scores: float
+
+    @classmethod
+    def of(cls, model: Transformer, config: Configuration, stack: Stack) -> LayerValues:
+        """Count a configuration's; its recompute does not matter."""
+        layer_input, values = kept_bytes(model, config, stack)
+        return cls(layer_input, values, _score_bytes(model, config, stack))
+
+    def kept(self, recompute: str, saved: frozenset[str], stack: Stack) -> float:
+        """Return the bytes that are saved.
+
+        The sum before the second norm is read, not what is added to it: where norms are kept, `out`
+        is not. Without any recompute a stack may keep more than it has to (`Stack.saved`), and
+        scores where attention is not fused.
+        """
+        if recompute == "full":
+            return self.layer_input
+        kept = self.layer_input + self.values[LATENT]
+        for name in VALUES:
+            if name == "out" and "norms" in saved:
+                continue
+            if name in saved or name in stack.keeps_anyway:
+                kept += self.values[name]
+        return kept if recompute != "none" else stack.saved * (kept + self.scores)
+
+
+def _score_bytes(model: Transformer, config: Configuration, stack: Stack) -> float:
+    """Count the bytes of a layer's scores, where they are saved."""
+    if stack.fuses(config.context):
+        return 0.0
+    each = 5 if stack.dropout else stack.score_bytes
+    queries = config.micro_batch * model.sequence / config.context
+    share = sum(n for n, kind in model.kinds if kind.mixer == "attention") / model.layers
+    return share * each * queries * model.sequence * model.heads / config.model
+
+
+@dataclass(frozen=True)
+class Kept:
+    """What a layer saves of a micro-batch for its backward pass.
+
+    Attributes:
+        each: bytes that it keeps, its input among them.
+        again: bytes of what it computes again, while it runs.
+    """
+
+    each: float
+    again: float
+
+    @classmethod
+    def of(cls, model: Transformer, config: Configuration, stack: Stack) -> Kept:
+        """Count what a layer of a configuration saves."""
+        each = layer_activation_bytes(model, config, stack)
+        return cls.of_choice(each, config.recompute, everything(model, config, stack))
+
+    @classmethod
+    def of_choice(cls, each: float, recompute: str, everything: float) -> Kept:
+        """Return what a choice of recompute leaves to compute again of all that a layer has."""
+        if recompute == "none":
+            return cls(each, 0.0)
+        return cls(each, everything if recompute == "full" else everything - each)
+
+
+def everything(model: Transformer, config: Configuration, stack: Stack) -> float:
+    """Count the bytes that a layer saves without any recompute."""
+    return layer_activation_bytes(model, replace(config, recompute="none"), stack)
+
+
+class StageMemory:
+    """A stage's memory at its peak, for any choice of recompute.
+
+    Args:
+        model, config, stack: as of `memory`; the configuration's recompute does not matter.
+        global_batch: sequences of a step.
+        stage: which.
+    """
+
+    def __init__(
+        self, model: Transformer, config: Configuration, stack: Stack, global_batch: int, stage: int
+    ):
+        self.model, self.config, self.stack, self.stage = model, config, stack, stage
+        self.micro_batches = micro_batches = config.micro_batches(global_batch)
+        self.one_program = stack.lockstep and config.pipeline > 1
+        params = StageParams.of_stage(model, config, stage, even=self.one_program)
+        self.states = state_bytes(model, config, stack, params)
+        tokens = config.micro_batch * model.sequence / config.context
+        split = config.model if config.splits_sequence else 1
+        self.stream = ELEMENT * tokens * model.hidden / split
+        self.layers = (config.stage_layers(model, stage) - config.offload) / config.interleave
+        # Of the embedding's dropout a mask is kept.
+        self.beside = self.stream / ELEMENT if stage == 0 and stack.dropout else 0.0
+        self.beside += stack.micro_batch_bytes
+        schedule = PipelineSchedule(config.pipeline, micro_batches, config.interleave)
+        self.kept = (
+            schedule.live_pieces(stage)
+            if self.one_program
+            else in_flight(config, micro_batches, stage)
         )
-    return stack.saved * (unsplit + split + scores)
+        self.running = 0.0
+        if stack.lockstep and micro_batches > 1:
+            # Gradients of a micro-batch, before they are added; XLA copies a chunk's sums where it
+            # adds to them.
+            own = stack.gradient_bytes * (params.total - params.tables) * config.shard_share(model)
+            self.running = own / config.interleave + (own if self.one_program else 0.0)
+        self.flying = 0.0
+        if config.splits_sequence and stack.halves_exposed is not None:
+            self.flying = 4 * ELEMENT * tokens * model.hidden  # gathered rows of both halves
+        layer = StageParams.of_layer(model, config).total
+        self.gathered = ELEMENT * (1 - config.shard_share(model)) * 2 * layer
+        last = stage == config.pipeline - 1
+        logits = tokens * model.vocab / config.model * stack.logit_bytes if last else 0.0
+        self.head = logits + _gathered_tables(model, config, stack, params) - self.gathered
+        self.scattered = None
+        if stack.lockstep and micro_batches == 1:
+            self.scattered = _scattered_gradients(model, config, stack, params, layer)
 
-
-def _kept_results_bytes(model: Transformer, config: Configuration, stack: Stack) -> float:
-    """Count a layer's input and the results that a stack does not compute again."""
-    wide = model.active_inner * (model.mlp_matrices - 1)
-    columns = {
-        "qkv": (model.query_hidden + 2 * model.kv_hidden) / config.model,
-        "attention": model.query_hidden / config.model,
-        "out": model.hidden,
-        "up": wide / config.model,
-        "down": model.hidden,
-    }
-    elements = model.hidden + sum(n for part, n in columns.items() if part not in stack.selective)
-    return ELEMENT * config.micro_batch * model.sequence / config.context * elements
+    def peak(self, kept: Kept) -> Memory:
+        """Return the memory at the stage's peak."""
+        weights, gradients, states = self.states
+        piece, running = self.layers * kept.each + self.beside, self.running + kept.again
+        if self.one_program:
+            running, piece = running + piece, self.stream
+        activations, busy = self.kept * piece, max(running, self.head) + self.flying
+        if self.scattered is not None:
+            # One backward pass: gradients grow as activations go; the logits precede all of them.
+            gradients = self.scattered
+            busy = max(
+                running + self.flying - min(activations, gradients), self.head - gradients, 0.0
+            )
+        return Memory(
+            self.stage,
+            weights=weights,
+            gradients=gradients,
+            optimizer=states,
+            activations=activations,
+            working=busy + 2 * self.stream + self.stack.buffer_bytes,
+            gathered=self.gathered,
+        )
 
 
 def memory(
     model: Transformer, config: Configuration, stack: Stack, global_batch: int, stage: int = 0
 ) -> Memory:
     """Count a stage's memory at its peak."""
-    one_program = stack.lockstep and config.pipeline > 1
-    params = StageParams.of_stage(model, config, stage, even=one_program)
-    weights, gradients, states = state_bytes(model, config, stack, params)
-    tokens = config.micro_batch * model.sequence / config.context
-    split = config.model if config.splits_sequence else 1
-    micro_batches = config.micro_batches(global_batch)
-    layers = config.stage_layers(model, stage) / config.interleave
-    kept = in_flight(config, micro_batches, stage)
-    one = layer_activation_bytes(model, config, stack)
-    stream = ELEMENT * tokens * model.hidden / split
-    per_layer = stream if config.recompute == "full" else one
-    last = stage == config.pipeline - 1
-    logits = tokens * model.vocab / config.model * (2 + 4 + 4) if last else 0.0
-    mask = stream / ELEMENT if stage == 0 and stack.dropout else 0.0  # of the embedding's dropout
-    layer = StageParams.of_layer(model, config).total
-    piece = layers * per_layer + mask + stack.micro_batch_bytes
-    running = one if config.recompute == "full" else 0.0
-    if one_program:
-        kept = PipelineSchedule(config.pipeline, micro_batches, config.interleave).live_pieces(
-            stage
-        )
-        running, piece = running + piece, stream
-    if stack.lockstep and micro_batches > 1:  # gradients of a micro-batch, before they are added
-        own = (params.total - params.tables) * config.shard_share(model)
-        running += stack.gradient_bytes * own / config.interleave
-        if one_program:  # XLA copies a chunk's sums where it adds to them
-            running += stack.gradient_bytes * own
-    flying = 0.0
-    if config.splits_sequence and stack.halves_exposed is not None:
-        flying = 4 * ELEMENT * tokens * model.hidden  # gathered rows of both halves
-    gathered = ELEMENT * (1 - config.shard_share(model)) * 2 * layer
-    head = logits + _gathered_tables(model, config, stack, params) - gathered
-    activations, busy = kept * piece, max(running, head) + flying
-    if stack.lockstep and micro_batches == 1:
-        # One backward pass: gradients grow as activations go, and the logits precede all of them.
-        gradients = _scattered_gradients(model, config, stack, params, layer)
-        busy = max(running + flying - min(activations, gradients), head - gradients, 0.0)
-    return Memory(
-        stage,
-        weights=weights,
-        gradients=gradients,
-        optimizer=states,
-        activations=activations,
-        working=busy + 2 * stream + stack.buffer_bytes,
-        gathered=gathered,
-    )
+    kept = Kept.of(model, config, stack)
+    return StageMemory(model, config, stack, global_batch, stage).peak(kept)
 
 
 def _scattered_gradients(
-    model: Transformer, config: Configuration, stack: Stack, params: StageParams, layer: int
+    model: Transformer, config: Configuration, stack: Stack, params: StageParams, layer: float
 ) -> float:
     """Count the gradients where XLA scatters each layer's as soon as they are there.
 
@@ -266,10 +397,20 @@ def _gathered_tables(
     return used + whole * (stack.weight_bytes + stack.gradient_bytes)
 
 
-def peak(model: Transformer, config: Configuration, stack: Stack, global_batch: int) -> Memory:
-    """The memory of the stage that needs most."""
+def stages_memory(
+    model: Transformer, config: Configuration, stack: Stack, global_batch: int
+) -> tuple[StageMemory, ...]:
+    """Return the memory of the stages of which one needs most."""
     stages = distinct_stages(model, config)
-    return max(
-        (memory(model, config, stack, global_batch, stage) for stage in stages),
-        key=lambda m: m.total,
-    )
+    return tuple(StageMemory(model, config, stack, global_batch, stage) for stage in stages)
+
+
+def peak_of(stages: Iterable[StageMemory], kept: Kept) -> Memory:
+    """Return the memory of the stage that needs most."""
+    return max((stage.peak(kept) for stage in stages), key=lambda m: m.total)
+
+
+def peak(model: Transformer, config: Configuration, stack: Stack, global_batch: int) -> Memory:
+    """Return the memory of the stage that needs most."""
+    kept = Kept.of(model, config, stack)
+    return peak_of(stages_memory(model, config, stack, global_batch), kept)

@@ -20,7 +20,7 @@ from jaxoverlap.plan.collectives import PERMUTE
 _TERMS = tuple(StepTerms().by_term)
 _COLOURS = dict(zip(_TERMS, (
     "#4c72b0", "#a1b8dc", "#dd8452", "#937860", "#da8bc3", "#c44e52", "#8172b3", "#ccb974",
-    "#bbbbbb", "#55a868",
+    "#bbbbbb", "#55a868", "#64b5cd",
 ), strict=True))  # fmt: skip
 
 

@@ -1,29 +1,49 @@
 """Search all legal configurations of a model on a cluster: exact, and small.
 
-Candidates are pruned by three rules that cannot lose the best one. Illegal splits and those that
-do not fit in memory are dropped. Of one split and ZeRO stage only the least recompute that fits is
-evaluated, which is never slower in the model. And candidates are evaluated in the order of two
-bounds (kernels without any collective; then the densest placement), until a bound is slower than
-the last of the results.
+Candidates are visited in the order of lower bounds, the fastest first, until a bound is slower than
+the last of the results: first a split with any recompute; then, of each ZeRO stage, with the choice
+of recompute whose layers are the fastest of those that fit in memory; then in its densest
+placement; last in all its placements.
 """
 
 from __future__ import annotations
 
+import bisect
+import copy
+import functools
 import heapq
 import itertools
+import math
 import time
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
+from typing import Any
 
 from jaxoverlap.hardware.cluster import Cluster
-from jaxoverlap.parallelism.configuration import AXES, Configuration, Recompute
-from jaxoverlap.parallelism.iteration_time import IterationTime, StepTerms
-from jaxoverlap.parallelism.memory import Memory, StageParams, peak, state_bytes
-from jaxoverlap.parallelism.model import Transformer
-from jaxoverlap.parallelism.placement import Placement, densest, place, placements
+from jaxoverlap.parallelism.configuration import AXES, Configuration
+from jaxoverlap.parallelism.iteration_time import (
+    IterationTime,
+    StepTerms,
+    kernels_of,
+    with_recompute,
+)
+from jaxoverlap.parallelism.memory import (
+    Kept,
+    Memory,
+    StageMemory,
+    everything,
+    peak_of,
+    stages_memory,
+)
+from jaxoverlap.parallelism.model import ELEMENT, Transformer
+from jaxoverlap.parallelism.placement import Placement, densest, placements
+from jaxoverlap.parallelism.recompute import POLICIES, VALUES, canonical
 from jaxoverlap.parallelism.stack import Stack
 
-RECOMPUTES: tuple[Recompute, ...] = ("none", "selective", "full")  # fastest first
+_FULLEST = 0.95  # of the allocator's pool: beyond that fragmentation decides, which is not counted
+_SEQUENCES = 16  # of a micro-batch, for which choices of recompute are compared
+_FASTEST = 3  # choices of recompute of which one is the fastest for any micro-batch
+_CLEARLY_FEWER = 0.97  # of the bytes: below that a slower choice of recompute is worth a look
 _LIGHTER = 2  # chunks that may have a layer fewer where stages interleave: the first and the last
 
 
@@ -53,16 +73,15 @@ class Found:
 
     Attributes:
         best: the fastest, fastest first.
-        splits: splits of the devices that divide everything evenly.
-        fitting: configurations that fit in memory, one for each split and ZeRO stage.
-        priced: those whose seconds were estimated, over all their placements.
+        splits: splits of the devices that divide everything evenly, and whose weights fit.
+        priced: configurations whose seconds were estimated, over all their placements; of the
+            others a bound is enough.
         smallest: of what does not fit, what needs least memory; None if all fit.
         search_s: seconds that the search took.
     """
 
     best: tuple[Scored, ...]
     splits: int
-    fitting: int
     priced: int
     smallest: tuple[Configuration, Memory] | None
     search_s: float
@@ -74,11 +93,18 @@ class Space:
 
     Attributes:
         axes: the sizes allowed of some axes; others may have any.
-        overlap: whether rings and gathers ahead hide collectives, as `jaxoverlap.overlap` does.
+        overlap: whether rings and gathers ahead hide collectives, as `jaxoverlap.overlap` does
+            where the training software is this project's.
+        recompute: the one choice of recompute that is allowed, as `Configuration` takes it; None:
+            any that the training software has.
+        pool: the share of a GPU's memory that the allocator may take; None: the largest that the
+            training software leaves room beside.
     """
 
     axes: Mapping[str, Collection[int]]
     overlap: bool = True
+    recompute: str | None = None
+    pool: float | None = None
 
     def __post_init__(self) -> None:
         if unknown := set(self.axes) - set(AXES):
@@ -93,11 +119,20 @@ class Space:
 
 
 def splits(
-    model: Transformer, cluster: Cluster, global_batch: int, space: Space, stack: Stack
+    model: Transformer,
+    cluster: Cluster,
+    global_batch: int,
+    space: Space,
+    stack: Stack,
+    budget: float = math.inf,
 ) -> Iterator[Configuration]:
-    """Yield every legal split of a cluster's devices, with each size of micro-batch and piece."""
+    """Yield every legal split of a cluster's devices, with each size of micro-batch and piece.
+
+    Args:
+        budget: bytes of a device; splits that need more whatever else is chosen are left out.
+    """
     for sizes in factorizations(cluster.num_devices, len(AXES)):
-        axes: dict[str, int] = dict(zip(AXES, sizes, strict=True))
+        axes: dict[str, Any] = dict(zip(AXES, sizes, strict=True))
         if any(axes[name] not in allowed for name, allowed in space.axes.items()):
             continue
         if (axes["expert"] > 1 and not model.experts) or model.heads % axes["model"]:
@@ -106,26 +141,41 @@ def splits(
             axes["data"] * axes["fsdp"] * axes["expert"]
         ):
             continue
-        yield from _sized(model, global_batch, axes, space, stack)
+        if least_bytes(model, Configuration(**axes), stack, global_batch) <= budget:
+            yield from _sized(model, global_batch, axes, space, stack, budget)
 
 
 def _sized(
-    model: Transformer, global_batch: int, axes: dict[str, int], space: Space, stack: Stack
+    model: Transformer,
+    global_batch: int,
+    axes: dict[str, Any],
+    space: Space,
+    stack: Stack,
+    budget: float,
 ) -> Iterator[Configuration]:
     here = global_batch // (axes["data"] * axes["fsdp"] * axes["expert"])
     micro_batches = [b for b in range(1, here + 1) if here % b == 0 and b & (b - 1) == 0]
+    several = axes["model"] > 1 and model.experts and stack.experts_on_model
+    whole = (False, True) if several else (False,)
     pieces = interleavings(model, axes["pipeline"])
-    for micro_batch, interleave in itertools.product(micro_batches, pieces):
+    for interleave, experts_on_model in itertools.product(pieces, whole):
         config = Configuration(
             **axes,
-            micro_batch=micro_batch,
             interleave=interleave,
             recompute="none",
             sequence_parallel=axes["model"] > 1,
-            overlap=space.overlap,
+            experts_on_model=experts_on_model,
+            overlap=space.overlap and stack.overlaps,
         )
+        # Of larger micro-batches there are fewer, and interleaving asks for rounds of them.
         if not config.illegal(model, global_batch, stack):
-            yield config
+            for size in micro_batches:
+                if interleave == 1 or here // size % config.pipeline == 0:
+                    sized = copy.copy(config)  # a fifth of the time of replace(), which checks
+                    object.__setattr__(sized, "micro_batch", size)
+                    if least_bytes(model, sized, stack, global_batch) > budget:
+                        break
+                    yield sized
 
 
 def interleavings(model: Transformer, pipeline: int) -> list[int]:
@@ -138,15 +188,52 @@ def interleavings(model: Transformer, pipeline: int) -> list[int]:
     ]
 
 
-def ways_to_save(
+Choice = tuple[float, str]  # bytes that a layer keeps of a token; recompute
+
+
+@functools.cache
+def menu(stack: Stack, values: frozenset[str]) -> tuple[str, ...]:
+    """Return every choice of recompute of a training software, each once.
+
+    Args:
+        values: those that a model's layers have; of others nothing is said but by a policy's name.
+    """
+    groups = [part for group in stack.recomputes if (part := frozenset(group) & values)]
+    every = itertools.product((False, True), repeat=len(groups))
+    found = dict[frozenset[str], str]()
+    for name, saved in POLICIES.items():
+        found.setdefault(values & saved, canonical(name))
+    choices = list[str]()
+    for taken in every:
+        kept = values.difference(*itertools.compress(groups, taken))
+        if kept in found:
+            choices.append(found[kept])
+        elif "gate" not in kept or "up" in kept:  # of two that cost alike one choice is enough
+            choices.append(canonical("saves " + "+".join(v for v in VALUES if v in kept)))
+    return tuple(dict.fromkeys((*choices, "full")))
+
+
+def values_of(model: Transformer) -> frozenset[str]:
+    """Return the values that a model's layers have (`recompute.VALUES`)."""
+    kinds = [kind for _, kind in model.kinds]
+    lacks = set() if model.gated else {"gate"}
+    lacks |= set() if any(kind.experts for kind in kinds) else {"dispatch"}
+    return frozenset(VALUES) - lacks
+
+
+def zero_stages(
     config: Configuration, model: Transformer, global_batch: int, stack: Stack
-) -> Iterator[list[Configuration]]:
-    """Yield a split's memory options: for each ZeRO stage, recompute, fastest first."""
+) -> list[Configuration]:
+    """Return a split with each stage of ZeRO that it can have; as it is, if it can have none."""
     stages = stack.zero_stages if config.replicas > config.fsdp else ()
     zero = [replace(config, zero_stage=stage) for stage in stages]
-    legal = [one for one in zero if not one.illegal(model, global_batch, stack)]
-    for one in legal or [config]:
-        yield [replace(one, recompute=r) for r in RECOMPUTES]
+    return [one for one in zero if not one.illegal(model, global_batch, stack)] or [config]
+
+
+def memory_budget(cluster: Cluster, stack: Stack, pool: float | None = None) -> float:
+    """Return the bytes of a GPU that a step may need by the count, with the allocator's reserve."""
+    share = stack.most_pool if pool is None else pool
+    return _FULLEST * share * cluster.chip.memory_bytes / stack.reserve
 
 
 def search(
@@ -158,77 +245,173 @@ def search(
     keep: int = 10,
 ) -> Found:
     """Find the fastest configurations that fit in memory."""
-    began, stack, global_batch = time.perf_counter(), times.stack, times.global_batch
-    budget = cluster.chip.memory_bytes / stack.reserve
-    fitting = list[tuple[float, int, Configuration, Memory]]()
-    smallest: tuple[Configuration, Memory] | None = None
-    too_large = set[Configuration]()  # larger micro-batches, which come later, need no less memory
-    count = 0
-    for split in splits(model, cluster, global_batch, space, stack):
+    began, count = time.perf_counter(), 0
+    walk = _Walk(model, cluster, times, space, keep)
+    every = splits(model, cluster, times.global_batch, space, times.stack, walk.budget)
+    for split in every:
         count += 1
-        if (key := replace(split, micro_batch=1)) in too_large:
-            continue
-        before = len(fitting)
-        for options in ways_to_save(split, model, global_batch, stack):
-            config, needs = _fitting(model, options, stack, global_batch, budget)
-            if needs.total <= budget:
-                bound_s = times.bound_s(config, place(config, cluster))
-                fitting.append((bound_s, len(fitting), config, needs))
-            elif smallest is None or needs.total < smallest[1].total:
-                smallest = (config, needs)
-        if len(fitting) == before:
-            too_large.add(key)
-    kept, priced = _fastest(sorted(fitting), cluster, times, keep) if keep else ((), 0)
-    took_s = time.perf_counter() - began
-    return Found(kept, count, len(fitting), priced, smallest, took_s)
+        walk.add(walk.bound_s(split), _SPLIT, split)
+    if not count:  # what needs least is named
+        for split in splits(model, cluster, times.global_batch, space, times.stack):
+            count += 1
+            list(walk.fitting(split))
+    kept, priced = walk.run()
+    return Found(kept, count, priced, walk.smallest, time.perf_counter() - began)
 
 
-def _fitting(
-    model: Transformer, options: list[Configuration], stack: Stack, global_batch: int, budget: float
-) -> tuple[Configuration, Memory]:
-    """Return the first option that fits in memory, or else the one that needs least."""
-    params = StageParams.largest(model, options[0], even=stack.lockstep)
-    if sum(state_bytes(model, options[0], stack, params)) > budget:  # whatever is computed again
-        options = options[-1:]
-    needs = [(config, peak(model, config, stack, global_batch)) for config in options[:1]]
-    while needs[-1][1].total > budget and len(needs) < len(options):
-        config = options[len(needs)]
-        needs.append((config, peak(model, config, stack, global_batch)))
-    fits = needs[-1][1].total <= budget
-    return needs[-1] if fits else min(needs, key=lambda pair: pair[1].total)
+def least_bytes(
+    model: Transformer, config: Configuration, stack: Stack, global_batch: int
+) -> float:
+    """Return a lower bound of a device's memory: weights, inputs of layers, logits."""
+    shards = config.fsdp * config.pipeline
+    params = sum(model.layer_params(config.model, config.expert)) * model.layers / shards
+    tokens = config.micro_batch * model.sequence / config.context
+    stream = ELEMENT * model.hidden / config.model
+    if config.pipeline == 1:
+        kept = tokens * (model.layers * stream + stack.logit_bytes * model.vocab / config.model)
+    elif stack.lockstep:
+        kept = 0.0
+    else:  # the first stage has as many micro-batches in flight as there are stages
+        flying = min(config.pipeline, config.micro_batches(global_batch))
+        kept = tokens * stream * (model.layers // config.pipeline) * flying
+    return stack.weight_bytes * params + kept
 
 
-def _fastest(
-    fitting: list[tuple[float, int, Configuration, Memory]],
-    cluster: Cluster,
-    times: IterationTime,
-    keep: int,
-) -> tuple[tuple[Scored, ...], int]:
-    """Evaluate candidates in the order of their bounds, until a bound exceeds the results.
+def fits_at_all(
+    model: Transformer, cluster: Cluster, times: IterationTime, *, space: Space
+) -> bool:
+    """Return whether any legal configuration fits in a cluster's memory."""
+    walk = _Walk(model, cluster, times, space, 1)
+    every = splits(model, cluster, times.global_batch, space, times.stack, walk.budget)
+    return any(True for split in every for _ in walk.fitting(split))
 
-    A candidate whose turn has come by its first bound gets a second one, of its densest placement,
-    and waits for its turn by that before its placements are tried.
-    """
-    kept, priced = list[tuple[float, int, Scored]](), 0  # a heap, slowest first
-    waiting = [
-        (bound_s, number, False, config, needs) for bound_s, number, config, needs in fitting
-    ]
-    while waiting:  # sorted, so a heap
-        bound_s, number, close, config, needs = heapq.heappop(waiting)
-        if len(kept) == keep and bound_s > -kept[0][0]:
-            break
-        if not close:
-            closer_s = times.terms(config, densest(config, cluster)).step_s
-            heapq.heappush(waiting, (closer_s, number, True, config, needs))
-            continue
-        scored = best_placement(config, cluster, times, needs)
-        priced += 1
-        item = (-scored.step_s, -number, scored)
-        if len(kept) < keep:
-            heapq.heappush(kept, item)
-        elif item > kept[0]:
-            heapq.heapreplace(kept, item)
-    return tuple(scored for *_, scored in sorted(kept, reverse=True)), priced
+
+_SPLIT, _FITTING, _PLACED = range(3)  # how far a candidate has come
+
+
+class _Walk:
+    """Candidates in the order of their bounds, and the fastest configurations so far."""
+
+    def __init__(
+        self, model: Transformer, cluster: Cluster, times: IterationTime, space: Space, keep: int
+    ):
+        self.model, self.cluster, self.times, self.space = model, cluster, times, space
+        self.keep = keep
+        self.budget = memory_budget(cluster, times.stack, space.pool)
+        self.waiting = list[tuple[float, int, int, Configuration, Memory | None]]()
+        self.best = list[tuple[float, int, Scored]]()  # a heap, slowest first
+        self.smallest: tuple[Configuration, Memory] | None = None
+        self._domain = cluster.gpus_per_nvlink_domain
+        self._overlap = space.overlap and times.stack.overlaps
+        self._menu = functools.cache(self._menu_uncached)
+        self._least_s = functools.cache(self._least_uncached)
+        self._number = itertools.count()
+
+    def add(
+        self, bound_s: float, stage: int, config: Configuration, needs: Memory | None = None
+    ) -> None:
+        """Put a candidate among those that wait."""
+        heapq.heappush(self.waiting, (bound_s, next(self._number), stage, config, needs))
+
+    def run(self) -> tuple[tuple[Scored, ...], int]:
+        """Return the fastest configurations, and how many were estimated in all placements."""
+        priced = 0
+        while self.waiting:
+            bound_s, _, stage, config, needs = heapq.heappop(self.waiting)
+            if len(self.best) == self.keep and bound_s > -self.best[0][0]:
+                break
+            if stage == _SPLIT:
+                for one, memory in self.fitting(config):
+                    self.add(self.times.bound_s(one, self._domain), _FITTING, one, memory)
+            elif stage == _FITTING:
+                closer_s = self.times.terms(config, densest(config, self.cluster)).step_s
+                self.add(closer_s, _PLACED, config, needs)
+            else:
+                assert needs is not None
+                self._take(best_placement(config, self.cluster, self.times, needs))
+                priced += 1
+        return tuple(scored for *_, scored in sorted(self.best, reverse=True)), priced
+
+    def _take(self, scored: Scored) -> None:
+        item = (-scored.step_s, -next(self._number), scored)
+        if len(self.best) < self.keep:
+            heapq.heappush(self.best, item)
+        elif item > self.best[0]:
+            heapq.heapreplace(self.best, item)
+
+    def fitting(self, split: Configuration) -> Iterator[tuple[Configuration, Memory]]:
+        """Yield a split with each stage of ZeRO, and the fastest recompute with which it fits.
+
+        None is one more, if it fits: it alone casts no weights again, which is not a layer's alone.
+        """
+        stack, batch, tokens = self.times.stack, self.times.global_batch, _tokens(self.model, split)
+        key = kernels_of(split)
+        none, choices = self._choices(key)
+        whole = everything(self.model, key, stack)
+        for zero in zero_stages(split, self.model, batch, stack):
+            stages = stages_memory(self.model, zero, stack, batch)
+
+            def needs(choice: Choice, stages: tuple[StageMemory, ...] = stages) -> Memory:
+                size, recompute = choice
+                return peak_of(stages, Kept.of_choice(size * tokens, recompute, whole))
+
+            def fits(choice: Choice) -> bool:
+                return needs(choice).total <= self.budget
+
+            index = bisect.bisect_left(choices, True, key=fits)
+            choice = choices[min(index, len(choices) - 1)]
+            config, memory = replace(zero, recompute=choice[1]), needs(choice)
+            if index < len(choices):
+                yield config, memory
+            elif self.smallest is None or memory.total < self.smallest[1].total:
+                self.smallest = config, memory
+            if none is not None and fits(none):
+                yield replace(zero, recompute="none"), needs(none)
+
+    def bound_s(self, split: Configuration) -> float:
+        """Return a lower bound of a split's seconds, with any recompute and placement."""
+        return self.times.bound_s(split, self._domain, self._least_s(kernels_of(split)))
+
+    def _least_uncached(self, key: Configuration) -> float:
+        """Return the least seconds of a layer with any choice of recompute.
+
+        None sends as little as no recompute at all.
+        """
+        none = with_recompute(key, "none")
+        bound_s = self.times.bound_of_layer_s(none, self._domain, self._overlap)
+        unbeaten, choices = self._choices(key)
+        fastest = (recompute for _, recompute in choices[:_FASTEST])
+        kernels_s = [self.times.kernels_s(with_recompute(key, r)) for r in fastest]
+        kernels_s += [] if unbeaten is None else [self.times.kernels_s(none)]
+        return bound_s - self.times.kernels_s(none) + min(kernels_s)
+
+    def _choices(self, key: Configuration) -> tuple[Choice | None, tuple[Choice, ...]]:
+        """Return none, if it is a choice, and the others, fastest first, of `kernels_of`.
+
+        They are compared for some sequences of a micro-batch, enough that launches do not hide
+        them; bytes are by the token.
+        """
+        return self._menu(replace(key, micro_batch=_SEQUENCES, context=min(key.context, 2)))
+
+    def _menu_uncached(self, like: Configuration) -> tuple[Choice | None, tuple[Choice, ...]]:
+        key, only = kernels_of(like), self.space.recompute
+        every = menu(self.times.stack, values_of(self.model))
+        choices = (canonical(only),) if only else (*every, "none", "full")
+        tokens = _tokens(self.model, key)
+        none, kept = None, list[Choice]()
+        for _, size, recompute in sorted(set(self.times.cost_of_choices(key, choices))):
+            choice = size / tokens, recompute
+            if recompute == "none" and not only:
+                none = choice
+            # Sorted by seconds: a choice has to have clearly fewer bytes than those before it.
+            elif not kept or choice[0] < _CLEARLY_FEWER * kept[-1][0] or recompute == "full":
+                kept.append(choice)
+        return none, tuple(kept)
+
+
+def _tokens(model: Transformer, config: Configuration) -> float:
+    """Tokens of a micro-batch on a device."""
+    return config.micro_batch * model.sequence / config.context
 
 
 def best_placement(

@@ -43,8 +43,15 @@ class Stack:
             gradients, for all micro-batches of a step.
         tensor_exposed: share of tensor parallelism's collectives that stays exposed under kernels
             that send and multiply at once (Transformer Engine's userbuffers); None: there are none.
-        selective: what "selective" computes again in the backward pass: "attention", "pointwise",
-            and the matmuls "qkv", "out", "up" (of a gated MLP both), "gate" (one of both), "down".
+        overlaps: whether `jaxoverlap.overlap` hides its steps' collectives.
+        recomputes: values of a layer that are computed again, or are not, together
+            (`recompute.VALUES`); any of these groups, or the whole layer.
+        keeps_anyway: values that are kept though they are computed again: Megatron runs attention
+            again for what its kernel keeps, and keeps its result.
+        skips_unread: whether the backward pass leaves out what it does not read: of a layer that is
+            computed again as a whole, the MLP's last matmul.
+        experts_on_model: whether the tensor axis can split experts whole.
+        saves_narrow: whether what only matmuls read is kept in their dtype.
         attention_factor: seconds of fused attention, over those of the chip's tables.
         memory_factor: bytes of kernels that are no matmuls, over those counted here: what runs
             operation by operation writes and reads what a compiler fuses.
@@ -56,10 +63,13 @@ class Stack:
             hides: those of the scales of fp8, where each matmul has its own.
         matmul_dtype: dtype of a layer's matmuls, as the cost model names it: "bf16", "fp8", "mxfp8"
             or "nvfp4".
+        casts_once: whether the first micro-batch of a step alone casts weights to narrow dtypes.
         hides_data: whether sums over data run under the last micro-batch's backward pass.
         sends_once: whether a token goes to each host once, and on one host to each device once,
             whatever the number of its experts there (DeepEP, HybridEP); False: a copy for each
             expert.
+        expert_exposed: share of the sends to experts that stays exposed: what another micro-batch's
+            kernels do not hide.
         expert_factor: seconds of experts' matmuls, over those of one matmul of as many rows: they
             are grouped, and their loads uneven.
         expert_launch_s: seconds that the host takes to launch the kernels of a layer with experts,
@@ -69,8 +79,9 @@ class Stack:
         capacity: slots of experts over the tokens that choose them: what is computed and sent.
         dispatch_group: tokens of a group that matmuls with a mask dispatch to experts (GShard,
             arXiv 2006.16668); 0: tokens are sorted and moved without.
-        saved: bytes of activations that a layer keeps, over Korthikanti et al.'s count; the copies
-            of a scan's stacked residuals are counted where it is above 1.
+        saved: bytes of activations that a layer keeps without recompute, over Korthikanti et al.'s
+            count; the copies of a scan's stacked residuals are counted where it is above 1.
+        logit_bytes: bytes of a logit at the peak: in 16 bits, in 32, and its gradient.
         halves_exposed: share of tensor parallelism's collectives that stays exposed, or slows
             kernels, where the batch runs in two halves, one's collectives under the other's
             kernels; None: it never does.
@@ -79,6 +90,8 @@ class Stack:
         network_share: bytes per second over the network, over those of NCCL's model for the
             cluster's links.
         buffer_bytes: buffers of collectives, and what else does not grow.
+        pool: share of a GPU's memory that the allocator takes unless it is told another.
+        most_pool: the largest share that leaves room for what is not its: contexts, NCCL, graphs.
         micro_batch_bytes: what a micro-batch in flight keeps besides its layers' activations.
         reserve: memory that the allocator takes from the device, over what the step needs.
         source: where fitted factors come from; "" if nothing was fitted.
@@ -105,21 +118,29 @@ class Stack:
     prefetches: bool = False
     keeps_gathered: bool = False
     tensor_exposed: float | None = None
-    selective: tuple[str, ...] = ("attention",)
+    overlaps: bool = False
+    recomputes: tuple[tuple[str, ...], ...] = (("attention",),)
+    keeps_anyway: tuple[str, ...] = ()
+    skips_unread: bool = False
+    experts_on_model: bool = False
+    saves_narrow: bool = False
     attention_factor: float = 1.0
     memory_factor: float = 1.0
     bias_passes: tuple[int, int] = (0, 0)
     hidden_cost: float = 0.0
     scale_syncs: int = 0
     matmul_dtype: str = "bf16"
+    casts_once: bool = False
     hides_data: bool = False
     sends_once: bool = False
+    expert_exposed: float = 1.0
     expert_factor: float = 1.0
     expert_launch_s: float = 0.0
     permutes: int = 0
     capacity: float = 1.0
     dispatch_group: int = 0
     saved: float = 1.0
+    logit_bytes: float = 10.0
     halves_exposed: float | None = None
     halves_compute: float = 0.0
     compute_factor: float = 1.0
@@ -127,6 +148,8 @@ class Stack:
     buffer_bytes: float = 0.0
     micro_batch_bytes: float = 0.0
     reserve: float = 1.0
+    pool: float = 1.0
+    most_pool: float = 1.0
     source: str = ""
 
     def fuses(self, context: int) -> bool:
@@ -138,5 +161,6 @@ STACKS = {  # by the name of the command line
     name: converted(Stack, fields)
     for name, fields in entries("jaxoverlap.parallelism", "stacks.toml").items()
 }
-JAX, JAX_LHS, TORCH = STACKS["jax"], STACKS["jax-lhs"], STACKS["torch"]
+JAX, JAX_LHS, MAXTEXT = STACKS["jax"], STACKS["jax-lhs"], STACKS["maxtext"]
+TORCH = STACKS["torch"]
 MEGATRON, MEGATRON_CORE = STACKS["megatron"], STACKS["megatron-core"]

@@ -8,11 +8,12 @@ parallelism is published; the other terms are reconstructions from how each para
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
 
 from jaxoverlap.parallelism.configuration import Configuration
 from jaxoverlap.parallelism.memory import StageParams
-from jaxoverlap.parallelism.model import ELEMENT, Transformer
+from jaxoverlap.parallelism.model import ELEMENT, Kind, Transformer
 from jaxoverlap.parallelism.stack import Stack
 from jaxoverlap.plan.collectives import PERMUTE
 
@@ -37,7 +38,7 @@ class Sent:
     kind: str
     axes: tuple[str, ...]
     sent_bytes: float
-    count: int = 1
+    count: float = 1
 
 
 def activation_bytes(model: Transformer, config: Configuration) -> float:
@@ -46,35 +47,61 @@ def activation_bytes(model: Transformer, config: Configuration) -> float:
 
 
 def of_layer(model: Transformer, config: Configuration, stack: Stack) -> list[Sent]:
-    """List a layer's collectives for one micro-batch, recompute included."""
-    sent = [
-        *_model(model, config),
-        *_context(model, config),
-        *_expert(model, config, stack),
-        *_fsdp(model, config),
-    ]
-    return [s for s in sent if s.sent_bytes]
+    """List a layer's collectives for one micro-batch, recompute included.
+
+    Of a model with several kinds of layers they are those of all kinds, each as often as its share.
+    """
+    sent = of_weights(model, config)
+    for count, kind in model.kinds:
+        share = count / model.layers
+        mine = [*_model(model, config, stack, kind), *_expert(model, config, stack, kind)]
+        mine += _context(model, config) if kind.mixer == "attention" else []
+        sent += mine if share == 1 else [replace(s, count=s.count * share) for s in mine]
+    return [s for s in sent if s.sent_bytes and s.count]
 
 
-def _model(model: Transformer, config: Configuration) -> list[Sent]:
-    """Two all-reduces per direction; with sequence parallelism gathers and scatters.
+def of_tensor(model: Transformer, config: Configuration, stack: Stack, kind: Kind) -> list[Sent]:
+    """List the collectives along the tensor axis of a layer of one kind, for one micro-batch."""
+    return [s for s in _model(model, config, stack, kind) if s.sent_bytes and s.count]
+
+
+def _model(model: Transformer, config: Configuration, stack: Stack, kind: Kind) -> Iterator[Sent]:
+    """Yield, for attention and the MLP, an all-reduce per direction; else gathers and scatters.
 
     ConfigTuner's six in a layer: two forward, two backward, two again under full recompute. With
-    the sequence split, the backward pass gathers once more for each gradient of a weight.
+    the sequence split, the backward pass gathers once more for each gradient of a weight. What is
+    computed again before attention or the MLP is gathered again, what is behind it scattered.
+    Experts that the tensor axis splits whole need neither.
     """
     full = activation_bytes(model, config) * (config.model - 1) / config.model
-    again = 2 if config.recompute == "full" else 0
+    in_mlp = kind.has_mlp and not (kind.experts and config.experts_on_model)
+    blocks = bool(kind.mixer) + in_mlp
+    qkv, up, out, _, down = again(config, stack)
+    before = (bool(kind.mixer) and qkv) + (in_mlp and up)
+    behind = (bool(kind.mixer) and out) + (in_mlp and down)
     if not config.splits_sequence:
-        return [
-            Sent("model", "forward", "all-reduce", ("model",), 2 * full, 2),
-            Sent("model", "backward", "all-reduce", ("model",), 2 * full, 2 + again),
-        ]
-    return [
-        Sent("model", "forward", "all-gather", ("model",), full, 2),
-        Sent("model", "forward", "reduce-scatter", ("model",), full, 2),
-        Sent("model", "backward", "all-gather", ("model",), full, 4 + again),
-        Sent("model", "backward", "reduce-scatter", ("model",), full, 2 + again),
-    ]
+        yield Sent("model", "forward", "all-reduce", ("model",), 2 * full, blocks)
+        yield Sent("model", "backward", "all-reduce", ("model",), 2 * full, blocks + behind)
+        return
+    yield Sent("model", "forward", "all-gather", ("model",), full, blocks)
+    yield Sent("model", "forward", "reduce-scatter", ("model",), full, blocks)
+    yield Sent("model", "backward", "all-gather", ("model",), full, 2 * blocks + before)
+    yield Sent("model", "backward", "reduce-scatter", ("model",), full, blocks + behind)
+
+
+def again(config: Configuration, stack: Stack) -> tuple[bool, bool, bool, bool, bool]:
+    """Return what the backward pass computes again that goes with a collective.
+
+    That is qkv, the MLP's gate or up, attention's projection, dispatch, and the MLP's result.
+    """
+    saved = config.saved
+    return (
+        "qkv" not in saved,
+        "up" not in saved or "gate" not in saved,
+        "out" not in saved and "norms" not in saved,  # norms are kept with the sum that it was for
+        "dispatch" not in saved,
+        config.recompute == "full" and not stack.skips_unread,
+    )
 
 
 def _context(model: Transformer, config: Configuration) -> list[Sent]:
@@ -85,20 +112,23 @@ def _context(model: Transformer, config: Configuration) -> list[Sent]:
     return _gathered_twice("context", sent)
 
 
-def _expert(model: Transformer, config: Configuration, stack: Stack) -> list[Sent]:
-    """Send tokens to their experts and back; the backward pass likewise."""
-    tokens = activation_bytes(model, config) * max(model.choices, 1) * stack.capacity
+def _expert(model: Transformer, config: Configuration, stack: Stack, kind: Kind) -> Iterator[Sent]:
+    """Yield the sends of tokens to their experts and back; the backward pass likewise."""
+    if not kind.experts:
+        return
+    axes = ("expert", "model") if config.experts_on_model else ("expert",)
+    tokens = activation_bytes(model, config) * model.routed_hidden / model.hidden
+    tokens *= model.choices * stack.capacity
     split = config.model if config.splits_sequence else 1
-    sent = tokens * (config.expert - 1) / config.expert / split
-    again = 2 if config.recompute == "full" else 0
-    return [
-        Sent("expert", "forward", "all-to-all", ("expert",), sent, 2),
-        Sent("expert", "backward", "all-to-all", ("expert",), sent, 2 + again),
-    ]
+    sent = tokens * (config.expert_ways - 1) / config.expert_ways / split
+    *_, dispatched, down = again(config, stack)
+    more = dispatched + down
+    yield Sent("expert", "forward", "all-to-all", axes, sent, 2)
+    yield Sent("expert", "backward", "all-to-all", axes, sent, 2 + more)
 
 
-def _fsdp(model: Transformer, config: Configuration) -> list[Sent]:
-    """Gather a layer's weights for each pass, and scatter its gradients."""
+def of_weights(model: Transformer, config: Configuration) -> list[Sent]:
+    """List what FSDP sends in a layer: its weights for each pass, and its gradients."""
     sent = _gathered(model, config, StageParams.of_layer(model, config).total)
     return _gathered_twice("fsdp", sent)
 

@@ -188,7 +188,7 @@ def unknown(words: list[str]) -> str:
     if words[0].endswith("python") and words[1] == "-m":
         return "" if find_spec(words[2]) else f"no module {words[2]}"
     known = ("pip", "python", "git", "sudo", "unshare", "srun", "sbatch", "kubectl", "source")
-    known += ("export", "tensorboard", ".venv/bin/pytest", "cd", "docker")
+    known += ("export", "echo", "tensorboard", ".venv/bin/pytest", "cd", "docker")
     return "" if words[0] in known else f"unknown command {words[0]}"
 
 

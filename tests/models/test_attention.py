@@ -149,8 +149,23 @@ class TestOnPods:
         """The ring has two hops, forward and again in the backward pass, with shared key heads too."""
         split = Configuration(fsdp=2, model=2, context=2, recompute=recompute)
         config = configured_model.Config(
-            split=split, order=AXES_OF_SIX, layers=1, hidden=512, heads=8, kv_heads=4, mlp=512, sequence=512,
+            split=split, order=AXES_OF_SIX, layers=2, hidden=512, heads=8, kv_heads=4, mlp=512, sequence=512,
             batch=4, vocab=256, dtype="bfloat16", attention=kind,
+        )  # fmt: skip
+        recipe = configured.DENSE
+        mesh = configured.mesh_on(pod_devices(parse_cluster("h100-sxm:1x8")), config)
+        step = recipe.make_step(config, mesh).lower(*recipe.abstract_args(config, mesh)).compile()
+        assert step.as_text().count('custom_call_target="__cudnn$fmhaSoftmax"') == kernels
+
+    @pytest.mark.parametrize(
+        ("recompute", "kernels"), [("save_qkv_proj", 2), ("save_attention", 1), ("full", 2)]
+    )
+    def test_saved_attention_does_not_run_again(self, recompute, kernels):
+        """With what the gradient's kernel reads besides its result."""
+        split = Configuration(fsdp=2, model=2, data=2, recompute=recompute)
+        config = configured_model.Config(
+            split=split, order=AXES_OF_SIX, layers=2, hidden=512, heads=8, mlp=512, sequence=512,
+            batch=4, vocab=256, dtype="bfloat16", attention="cudnn",
         )  # fmt: skip
         recipe = configured.DENSE
         mesh = configured.mesh_on(pod_devices(parse_cluster("h100-sxm:1x8")), config)

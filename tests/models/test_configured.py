@@ -15,7 +15,7 @@ from jaxoverlap.parallelism.search import Space, splits
 from jaxoverlap.parallelism.stack import JAX
 from models import gpt, moe
 from models.config import Mistake
-from models.configured import Config, chosen, configured
+from models.configured import Config, build, chosen, configured
 
 GPT = gpt.Config(layers=4, hidden=32, heads=4, mlp=64, batch=16, sequence=32)
 MOE = moe.Config(layers=4, hidden=32, heads=4, mlp=64, batch=16, sequence=32, group=32, experts=4)
@@ -69,6 +69,8 @@ SOME = [
     (MOE, dict(fsdp=2, expert=2, model=2, micro_batch=4)),
     (GPT, dict(data=2, fsdp=2, model=2, micro_batch=2, zero_stage=1, recompute="selective")),
     (MOE, dict(data=2, expert=2, context=2, micro_batch=2, zero_stage=1, recompute="none")),
+    (GPT, dict(fsdp=4, model=2, micro_batch=4, recompute="save_dot_except_mlp")),
+    (MOE, dict(fsdp=4, expert=2, micro_batch=2, recompute="saves dispatch+up")),
     # Six layers over four stages, of which the ends have one each.
     (SIX, dict(pipeline=4, data=2, micro_batch=2, zero_stage=1)),
 ]
@@ -181,8 +183,10 @@ def test_a_trainer_follows_the_placement_that_was_chosen(number, tmp_path):
         for group in groups:
             ids = [device.id for device in group]
             assert ids == scored.placement.members(ids[0], (axis,))
-    with pytest.raises(Mistake, match="made for a batch of 16"):
-        chosen(gpt.RECIPE, dataclasses.replace(GPT, batch=32, configuration=path))
+    other = dataclasses.replace(GPT, batch=32, configuration=path)
+    assert chosen(gpt.RECIPE, other)[1].batch == 16  # the file's, as the flag was not given
+    with pytest.raises(Mistake, match="made for batch=16, and --batch is 32"):
+        chosen(gpt.RECIPE, other, {"batch"})
 
 
 def test_layers_lie_over_stages():
@@ -206,3 +210,46 @@ def test_a_file_chooses_the_mesh(tmp_path):
         chosen(gpt.RECIPE, dataclasses.replace(GPT, configuration=tmp_path / "none.json"))
     with pytest.raises(Mistake, match="must be a multiple"):
         configured(GPT, Configuration(model=8))
+
+
+def saved_names(run, split):
+    """The names of the values that a layer's backward pass finds saved."""
+    recipe, config = configured(run, split)
+    mesh = recipe.make_mesh(config)
+    step = recipe.make_step(config, mesh).trace(*recipe.abstract_args(config, mesh))
+    return step.lower().compile().memory_analysis().temp_size_in_bytes
+
+
+def test_a_policy_saves_what_it_names():
+    """More is kept with each name, and nothing for what the backward pass does not read."""
+    run = dataclasses.replace(GPT, layers=16, sequence=128, attention="xla")
+
+    def kept(recompute):
+        return saved_names(run, Configuration(fsdp=8, micro_batch=2, recompute=recompute))
+
+    full, out, qkv, down = map(kept, ("full", "saves out", "saves qkv+out", "saves qkv+out+down"))
+    assert full < out < qkv == down
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"kv_rank": 16, "query_rank": 16, "rope_dim": 4}, "latent attention"),
+        ({"experts": 4, "choices": 2, "shared_mlp": 64}, "these trainers have not"),
+    ],
+)
+def test_layers_that_the_trainers_have_not_are_refused(fields, message):
+    model = dataclasses.replace(transformer(GPT), **fields)
+    with pytest.raises(Mistake, match=message):
+        build(model, Configuration(), AXES, 16, "h100-sxm:1x8")
+
+
+def test_a_file_of_another_dtype_is_refused(tmp_path):
+    path = tmp_path / "configuration.json"
+    data = {"dtype": "fp8", "configurations": [dataclasses.asdict(Configuration())]}
+    path.write_text(json.dumps(data))
+    with pytest.raises(Mistake, match="made for matmuls in fp8"):
+        chosen(gpt.RECIPE, dataclasses.replace(GPT, configuration=path))
+    path.write_text(json.dumps(dataclasses.asdict(Configuration(offload=2))))
+    with pytest.raises(Mistake, match="offload nothing"):
+        chosen(gpt.RECIPE, dataclasses.replace(GPT, configuration=path))

@@ -26,25 +26,31 @@ SMALL = replace(named_model("gpt-3.6b"), layers=8)
 @pytest.mark.parametrize("stack", [JAX, MEGATRON], ids=lambda s: s.name)
 @pytest.mark.parametrize("name", ["gpt-3.6b", "mixtral-8x7b"])
 def test_the_search_finds_what_brute_force_finds(name, stack):
-    model = replace(named_model(name), layers=8)
-    found = configure(model, "a100-sxm-80:1x8", global_batch=16, stack=stack, keep=1)
-    assert found[0].step_s == brute_force(model, "a100-sxm-80:1x8", 16, stack)
+    """But for choices of recompute whose layers take as long, which are compared by their layers."""
+    model = replace(named_model(name), layers=8, sequence=512)
+    found = configure(model, "a100-sxm-80:1x4", global_batch=4, stack=stack, keep=1)
+    assert found.fastest.step_s == pytest.approx(
+        brute_force(model, "a100-sxm-80:1x4", 4, stack), rel=0.005
+    )
 
 
 def test_configurations_are_ranked_legal_and_fit():
     found = configure(SMALL, "h100-sxm:2x8", global_batch=64)
-    assert [s.step_s for s in found] == sorted(s.step_s for s in found)
+    tied = [s for s in found if s.step_s <= 1.02 * found.fastest.step_s]
+    assert list(found[: len(tied)]) == tied  # of these the most usual comes first
+    rest = [s.step_s for s in found[len(tied) :]]
+    assert rest == sorted(rest)
     for scored in found:
         assert not scored.configuration.illegal(SMALL, 64)
-        assert scored.memory.total <= found.cluster.chip.memory_bytes / JAX.reserve
+        assert scored.memory.total <= 0.95 * JAX.most_pool * found.cluster.chip.memory_bytes
         assert scored.configuration.devices == 16
 
 
 def test_it_prints_as_a_table_and_says_why():
     found = configure("gpt-18.4b", "h100-sxm:8x8", global_batch=256, axes={"fsdp": [1, 2, 4, 8]})
     text = str(found)
-    assert "legal splits" in text and "1 beats 2 by" in text
-    assert max(map(len, text.splitlines())) < 140
+    assert "legal splits" in text and re.search(r"^1 (beats 2 by|takes .* more than 2)", text, re.M)
+    assert max(map(len, text.splitlines())) <= 150
 
 
 def test_axes_are_kept():
@@ -182,7 +188,7 @@ def test_every_stack_ranks_and_says_how_far_published_steps_were_off(name):
     axes = {"pipeline": [1], "context": [1], "model": [1, 2]}
     stack = STACKS[name]
     found = configure("llama3-8b", "h100-sxm:2x8", global_batch=64, axes=axes, stack=stack, keep=2)
-    assert "Error band, published steps on h100-sxm in bf16" in str(found)
+    assert f"{stack.name} on h100-sxm in bf16" in found.error_band
     assert found.to_builtins()["error_band"] == found.error_band
     unknown = configure("gpt-3.6b", "mi250x-gcd:2x8", global_batch=64, axes=axes, stack=stack)
     assert "Error band: none" in unknown.error_band
