@@ -1,1 +1,1 @@
-"""Steps as people first write them, beside the same steps as an expert writes them."""
+"""Steps as people first write them, and as an expert writes them."""

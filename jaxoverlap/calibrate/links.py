@@ -13,7 +13,6 @@ from __future__ import annotations
 import functools
 import math
 import os
-import platform
 import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -32,14 +31,12 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jaxoverlap.calibrate import fit
-from jaxoverlap.calibrate.this_machine import COLLECTIVES, Body, first_says, replicated
+from jaxoverlap.calibrate.this_machine import COLLECTIVES, Body, first_says, measured_on, replicated
 from jaxoverlap.cost.collective_tables import Between, Permutes
 from jaxoverlap.cost.interpolation import Curve
 from jaxoverlap.cost.tables import (
     AttentionTable,
     ChipTables,
-    Here,
-    InAStep,
     MatmulTable,
     MemoryTable,
 )
@@ -464,14 +461,7 @@ def _tables(
         taken_by=within.taken,
         between=by_link.get(BETWEEN) if hosts > 1 else None,
         profiled=("", {}),
-        here=Here(
-            devices=len(devices),
-            platform=devices[0].platform,
-            versions=f"jax {jax.__version__}, Python {platform.python_version()}",
-            in_a_step=InAStep(),
-            processes=jax.process_count(),
-            hosts=hosts,
-        ),
+        here=measured_on(devices, hosts),
     )
 
 

@@ -13,7 +13,7 @@ import math
 import platform
 import statistics
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -174,16 +174,22 @@ def _fit(date: str, taken: Taken, grid: Grid) -> ChipTables:
         channels=0,
         skew=_skew(taken, grid),
         taken=_taken(taken),
-        here=Here(
-            devices=len(devices),
-            platform=devices[0].platform,
-            versions=f"jax {jax.__version__}, Python {platform.python_version()}",
-            in_a_step=InAStep(),
-            processes=jax.process_count(),
-        ),
+        here=measured_on(devices),
     )
     steps = {key: float(np.median(taken["step", *key])) for key in _steps()}
     return step_factors.in_a_step(steps, tables) if steps else tables
+
+
+def measured_on(devices: Sequence[Any], hosts: int = 1) -> Here:
+    """Describe the devices that were measured, on so many hosts, and the versions on them."""
+    return Here(
+        devices=len(devices),
+        platform=devices[0].platform,
+        versions=f"jax {jax.__version__}, Python {platform.python_version()}",
+        in_a_step=InAStep(),
+        processes=jax.process_count(),
+        hosts=hosts,
+    )
 
 
 def _steps() -> tuple[step_factors.Key, ...]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -59,10 +59,6 @@ def found(step: StepContext, options: Options) -> PassResult:
         return _undecided(step, _terms(step, options), why)
     step = untyped(step)
     trail = _searched(step, options)
-    goes_on = {row for one in trail.left for row in one.line}
-    for row in trail.rows:  # answers stay in memory, for searches with other options
-        if row not in goes_on and row.evaluated is not None:
-            row.evaluated.program.forget()
     done = _result(step, options, trail, trail.taken)
     if not options.never_slower:  # then nothing is compared once it is compiled
         return done
@@ -88,7 +84,12 @@ def _searched(step: StepContext, options: Options, only: Collection[str] = ()) -
     evaluate = Evaluator(step, terms)
     stages = stages_of(step, options, terms)
     stages = [stage for stage in stages if not only or stage.name in only]
-    return search(evaluate.start(), stages, evaluate)
+    trail = search(evaluate.start(), stages, evaluate)
+    goes_on = {row for one in trail.left for row in one.line}
+    for row in trail.rows:  # answers stay in memory, for searches with other options
+        if row not in goes_on and row.evaluated is not None:
+            row.evaluated.program.forget()
+    return trail
 
 
 def _lays_out(step: StepContext, options: Options) -> bool:
@@ -124,10 +125,9 @@ def _result(step: StepContext, options: Options, trail: Trail, taken: Candidate)
     if (step_s := taken.evaluation.step_s) is not None:
         price, two_streams, line = _priced(step, taken, entries, layouts)
         notes += line
-    apart = kept_apart(step, taken)
     plan = _plan(
         *(step, edited, entries),
-        functools.partial(options_for, nvlink_stream=two_streams, **apart),
+        {"nvlink_stream": two_streams, **kept_apart(step, taken)},
         notes=tuple(notes),
         trail=proposed(trail, taken),
         price=price,
@@ -147,10 +147,18 @@ def _plan(
     step: StepContext,
     edited: EditedStep,
     entries: Sequence[Decision | Skip],
-    options: Callable[..., dict[str, str]] = options_for,
+    settings: Mapping[str, Any],
     **what: Any,
 ) -> Plan:
-    """Make the plan of a step from its edits, and from what was found out about them."""
+    """Make the plan of a step from its edits, and from what was found out about them.
+
+    Args:
+        step: the step.
+        edited: the step after its edits.
+        entries: of its matmuls.
+        settings: further arguments of `options_for`.
+        what: further fields of the plan.
+    """
     operations = (at for at in equations(step.jaxpr) if partitions_itself(at[0]))
     return Plan(
         step=step.params["name"],
@@ -158,11 +166,12 @@ def _plan(
         edits=edited.edits,
         entries=tuple(entries),
         applied=applied(edited),
-        xla_options=options(
+        xla_options=options_for(
             step.mesh,
             rings=any(isinstance(entry, Decision) for entry in entries),
             parts=edited.has(SplitBatch),
             joined_bytes=joined_bytes(edited),
+            **settings,
         ),
         partitioning=tuple(dict.fromkeys(described(*at) for at in operations)),
         made_for=step.origin,
@@ -175,7 +184,7 @@ def _undecided(step: StepContext, terms: Terms, why: str) -> PassResult:
     entries, rings_by_body = decide(bodies(step.jaxpr), {}, terms)
     edits = [edit for body_rings in rings_by_body.values() for edit in edits_of(body_rings)]
     edited = apply(step.edited, [*edits, ShareViews()]) if edits else step.edited
-    return PassResult(_plan(step, edited, entries), step, edited)
+    return PassResult(_plan(step, edited, entries, {}), step, edited)
 
 
 def _terms(step: StepContext, options: Options) -> Terms:

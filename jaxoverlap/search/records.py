@@ -15,7 +15,7 @@ from jaxoverlap.passes.halves.least_matmul import least_matmul
 from jaxoverlap.passes.halves.propose import examples
 from jaxoverlap.passes.layouts.pins import Pins
 from jaxoverlap.passes.layouts.propose import aborting_convolutions, pins_of
-from jaxoverlap.passes.planning.entries import described, source_of
+from jaxoverlap.passes.planning.entries import described, source_of, type_of
 from jaxoverlap.plan.decisions import Decision, Reason, Skip, without_rings
 from jaxoverlap.plan.edits import (
     Edit,
@@ -127,8 +127,7 @@ def _kept(best: Candidate) -> list[KeptEdit]:
 
 
 def _type(dot: Dot) -> str:
-    aval = dot.eqn.outvars[0].aval
-    return f"{aval.dtype}[{','.join(map(str, aval.shape))}]"
+    return type_of(dot.eqn.outvars[0])
 
 
 def _part(dot: Dot, forward: Dot, pins: Pins) -> Literal["result", "operand"]:

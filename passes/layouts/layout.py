@@ -78,7 +78,7 @@ def combined(
     orders = []
     for axis, size in sizes.items():
         one, other = weights.get(axis, ()), batch.get(axis, ())
-        both = (_unique((*other, *one)), _unique((*one, *other))) if size > 1 else ()
+        both = (unique((*other, *one)), unique((*one, *other))) if size > 1 else ()
         orders.append([(axis, names) for names in dict.fromkeys(both) if names])
     for chosen in itertools.product(*filter(None, orders)):
         yield dict(chosen)
@@ -114,7 +114,8 @@ def _ranked(counts: Mapping[str, Counter[Name]]) -> dict[str, tuple[Name, ...]]:
     return {axis: tuple(n for n, _ in names.most_common()) for axis, names in counts.items()}
 
 
-def _unique(names: Sequence[Name]) -> tuple[Name, ...]:
+def unique(names: Sequence[Name]) -> tuple[Name, ...]:
+    """Return names, each once, where it is first."""
     return tuple(dict.fromkeys(names))
 
 

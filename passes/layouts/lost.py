@@ -22,13 +22,7 @@ from jaxoverlap._jax import compat
 from jaxoverlap.passes.analysis.dims import DimNames, Name
 from jaxoverlap.passes.analysis.jaxprs import Body, Dot, bodies
 from jaxoverlap.passes.edited import EditedStep
-from jaxoverlap.passes.layouts.layout import (
-    Layout,
-    combined,
-    sharded_names,
-    starts,
-    weights_of,
-)
+from jaxoverlap.passes.layouts.layout import Layout, combined, sharded_names, unique, weights_of
 from jaxoverlap.passes.planning.entries import line_of
 
 _SLICE, _UPDATE = "dynamic_slice", "dynamic_update_slice"
@@ -59,13 +53,16 @@ class Lost:
 NOTHING = Lost()
 
 
-def lost_in(step: EditedStep, matmuls: Sequence[Dot], dims: DimNames) -> Lost | None:
+def lost_in(
+    step: EditedStep, matmuls: Sequence[Dot], dims: DimNames, known: Sequence[Layout]
+) -> Lost | None:
     """Return where a step loses its batch's sharding; None if it does not.
 
     Args:
         step: the step before any edit.
         matmuls: the matmuls whose results may be pinned.
         dims: its named dims.
+        known: the layouts that the arguments suggest.
     """
     jaxpr, sizes = step.jaxpr, dict(step.mesh.shape)
     every = [body for body in bodies(jaxpr) if not body.opaque]
@@ -77,10 +74,9 @@ def lost_in(step: EditedStep, matmuls: Sequence[Dot], dims: DimNames) -> Lost | 
     if whole:
         names = dims.of(jaxpr.invars[whole[0]])[:_BATCH_DIMS]
         others = {axis: _replaced(names, instead) for axis in sizes}
-    stacked = {axis: _unique((*layers, *names)) for axis, names in weights.items()}
+    stacked = {axis: unique((*layers, *names)) for axis, names in weights.items()}
     if others == batch and stacked == weights:
         return None
-    known = list(starts(jaxpr, step.arguments, dims, sizes))
     return Lost(
         layouts=tuple(new for new in combined(stacked, others, sizes) if new not in known),
         arguments=tuple(whole),
@@ -89,13 +85,9 @@ def lost_in(step: EditedStep, matmuls: Sequence[Dot], dims: DimNames) -> Lost | 
     )
 
 
-def _unique(names: Sequence[Name]) -> tuple[Name, ...]:
-    return tuple(dict.fromkeys(names))
-
-
 def _replaced(names: Sequence[Name], instead: _Instead) -> tuple[Name, ...]:
     """Return names of dims, with others instead of those that loops index."""
-    return _unique([new for name in names for new in instead.get(name) or (name,)])
+    return unique([new for name in names for new in instead.get(name) or (name,)])
 
 
 # -- what loops index -----------------------------------------------------------------------------
@@ -104,14 +96,14 @@ def _replaced(names: Sequence[Name], instead: _Instead) -> tuple[Name, ...]:
 def _indexed(every: Sequence[Body], dims: DimNames) -> _Instead:
     """Return the names of the dims that loops index, each with those to shard instead."""
     found: dict[Name, list[Name]] = {name: [] for name in _scanned(every, dims)}
-    for one, others in _sliced(every, dims):
+    for _, _, one, others in _sliced(every, dims):
         found.setdefault(one, []).extend(others)
     for body in every:
         for eqn in body.eqns:
             for name, minor in _split(eqn, dims):
                 if name in found:
                     found[name] = [*minor, *found[name]]
-    return {name: _unique(others) for name, others in found.items()}
+    return {name: unique(others) for name, others in found.items()}
 
 
 def _scanned(every: Sequence[Body], dims: DimNames) -> Iterator[Name]:
@@ -121,8 +113,8 @@ def _scanned(every: Sequence[Body], dims: DimNames) -> Iterator[Name]:
         yield from (dims.of(v)[0] for v in compat.variables(eqn.invars[num_consts + num_carry :]))
 
 
-def _sliced(every: Sequence[Body], dims: DimNames) -> Iterator[tuple[Name, list[Name]]]:
-    """Yield the names of the dims that loops slice, with those of the slice and the other dims."""
+def _sliced(every: Sequence[Body], dims: DimNames) -> Iterator[tuple[Body, Any, Name, list[Name]]]:
+    """Yield the slices of loops: equation, name of the dim, names of the slice and other dims."""
     for body in every:
         if not any(eqn.primitive.name in _LOOPS for eqn in body.around):
             continue
@@ -135,7 +127,7 @@ def _sliced(every: Sequence[Body], dims: DimNames) -> Iterator[tuple[Name, list[
                 continue
             pairs = list(zip(dims.of(whole), dims.of(part), strict=True))
             same = [one for one, other in pairs if one == other]
-            yield from ((one, [other, *same]) for one, other in pairs if one != other)
+            yield from ((body, eqn, one, [other, *same]) for one, other in pairs if one != other)
 
 
 def _split(eqn: Any, dims: DimNames) -> Iterator[tuple[Name, list[Name]]]:
@@ -162,7 +154,7 @@ def _split(eqn: Any, dims: DimNames) -> Iterator[tuple[Name, list[Name]]]:
 def _layers(matmuls: Sequence[Dot], instead: _Instead, dims: DimNames) -> tuple[Name, ...]:
     """Return the names of stacked layers that matmuls outside of loops compute all at once."""
     once = (dot for dot in matmuls if dot.runs == 1)
-    return _unique([name for dot in once for name in _batched(dot, dims) if name in instead])
+    return unique([name for dot in once for name in _batched(dot, dims) if name in instead])
 
 
 def _batched(dot: Dot, dims: DimNames) -> tuple[Name, ...]:
@@ -227,8 +219,9 @@ def _reasons(
                         f"the reshape at {line_of(eqn, body.around)} leaves the batch's sharding "
                         "on a dim that a loop indexes: each iteration gathers what it reads"
                     )
-            if eqn.primitive.name == _SLICE and any(n in sharded for n in dims.of(eqn.invars[0])):
-                yield (
-                    f"the loop at {line_of(eqn, body.around)} slices the batch along a dim that "
-                    "is sharded: each iteration gathers what it reads"
-                )
+    for body, eqn, name, _ in _sliced(every, dims):
+        if eqn.primitive.name == _SLICE and name in sharded:
+            yield (
+                f"the loop at {line_of(eqn, body.around)} slices the batch along a dim that "
+                "is sharded: each iteration gathers what it reads"
+            )

@@ -21,7 +21,7 @@ from jaxoverlap.passes.analysis.einsum import Spec
 from jaxoverlap.passes.analysis.jaxprs import Body, Dot, bodies, dots, map_bodies
 from jaxoverlap.passes.analysis.reshards import Reshards
 from jaxoverlap.passes.edited import EditedStep, check_rank, check_sites
-from jaxoverlap.passes.rewriting.pin_results import constrained, dims_of
+from jaxoverlap.passes.rewriting.pin_results import with_results_pinned
 from jaxoverlap.plan.edits import Pin
 
 Pins = Mapping[int, Spec]
@@ -63,17 +63,6 @@ def pinned(jaxpr: Any, pins: Pins, mesh: Mesh) -> Any:
 
     def visit(body: Body) -> list[Any] | None:
         here = {dot.position: pins[dot.index] for dot in body.dots if dot.index in pins}
-        if not here:
-            return None
-        eqns: list[Any] = []
-        for position, eqn in enumerate(body.eqns):
-            if position not in here:
-                eqns.append(eqn)
-                continue
-            (out,) = eqn.outvars
-            made = compat.like_var(out)
-            eqns.append(eqn.replace(outvars=[made]))
-            eqns += constrained(made, out, dims_of(here[position]), mesh, eqn)
-        return eqns
+        return with_results_pinned(body.eqns, here, mesh)
 
     return map_bodies(jaxpr, visit)

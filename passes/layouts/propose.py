@@ -17,16 +17,10 @@ from jaxoverlap.passes.analysis.einsum import Spec
 from jaxoverlap.passes.analysis.jaxprs import Body, Dot, equations
 from jaxoverlap.passes.edited import EditedStep
 from jaxoverlap.passes.evaluated import Evaluated, Proposal
-from jaxoverlap.passes.layouts.layout import (
-    Layout,
-    by_size,
-    neighbours,
-    spec_of,
-    starts,
-)
+from jaxoverlap.passes.layouts.layout import Layout, by_size, neighbours, spec_of, starts
 from jaxoverlap.passes.layouts.lost import NOTHING, Lost, lost_in
 from jaxoverlap.passes.layouts.pins import Pins, pinnable
-from jaxoverlap.passes.planning.entries import line_of
+from jaxoverlap.passes.planning.entries import line_of, type_of
 from jaxoverlap.plan.edits import Edit, Pin, PinArgument, PinValue
 
 
@@ -75,7 +69,7 @@ class _Pinned:
         jaxpr = self._step.unpinned.jaxpr
         name, var = compat.argument_names(jaxpr)[number], jaxpr.invars[number]
         spec = self._spec(var, layout)
-        return PinArgument(argument=number, name=name, value=_type(var), spec=spec)
+        return PinArgument(argument=number, name=name, value=type_of(var), spec=spec)
 
     def _value(self, body: Body, position: int, layout: Layout) -> PinValue:
         eqn = body.eqns[position]
@@ -84,13 +78,9 @@ class _Pinned:
             body=body.index,
             position=position,
             source=line_of(eqn, body.around),
-            value=_type(out),
+            value=type_of(out),
             spec=self._spec(out, layout),
         )
-
-
-def _type(var: Any) -> str:
-    return f"{var.aval.dtype}[{','.join(map(str, var.aval.shape))}]"
 
 
 def _is_pin(edit: Edit) -> bool:
@@ -114,7 +104,7 @@ def propose_starts(step: Evaluated) -> Iterator[Proposal]:
         pinned = _Pinned(unpinned)
         layouts = [*pinned.starts()]
         yield from map(pinned.proposal, layouts)
-        if lost := lost_in(unpinned, pinned.matmuls, pinned.dims):
+        if lost := lost_in(unpinned, pinned.matmuls, pinned.dims, layouts):
             for layout in lost.layouts:
                 yield pinned.proposal(layout, lost)
 

@@ -15,7 +15,7 @@ from typing import Any
 from jaxoverlap._jax import compat
 from jaxoverlap.passes.analysis.jaxprs import Body, bodies, map_bodies
 from jaxoverlap.passes.edited import EditedStep, check_rank, misfit
-from jaxoverlap.passes.rewriting.pin_results import constrained, dims_of
+from jaxoverlap.passes.rewriting.pin_results import constrained, dims_of, with_results_pinned
 from jaxoverlap.plan.edits import PinArgument, PinValue
 
 
@@ -23,7 +23,6 @@ def run(step: EditedStep, edits: Sequence[PinArgument | PinValue]) -> EditedStep
     """Pin the values that edits name."""
     arguments = [edit for edit in edits if isinstance(edit, PinArgument)]
     values = [edit for edit in edits if isinstance(edit, PinValue)]
-    by_place = {(edit.body, edit.position): edit for edit in values}
     by_index = {body.index: body for body in bodies(step.jaxpr)}
     for edit in values:
         body = by_index.get(edit.body)
@@ -32,19 +31,8 @@ def run(step: EditedStep, edits: Sequence[PinArgument | PinValue]) -> EditedStep
         check_rank(edit, edit.spec, body.eqns[edit.position].outvars[0])
 
     def visit(body: Body) -> list[Any] | None:
-        here = {at: by_place[body.index, at] for n, at in by_place if n == body.index}
-        if not here:
-            return None
-        eqns: list[Any] = []
-        for position, eqn in enumerate(body.eqns):
-            if (edit := here.get(position)) is None:
-                eqns.append(eqn)
-                continue
-            out, *others = eqn.outvars
-            made = compat.like_var(out)
-            eqns.append(eqn.replace(outvars=[made, *others]))
-            eqns += constrained(made, out, dims_of(edit.spec), step.mesh, eqn)
-        return eqns
+        here = {edit.position: edit.spec for edit in values if edit.body == body.index}
+        return with_results_pinned(body.eqns, here, step.mesh)
 
     jaxpr = map_bodies(step.jaxpr, visit) if values else step.jaxpr
     return step.to(_with_arguments(jaxpr, arguments, step))

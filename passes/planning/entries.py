@@ -22,6 +22,11 @@ def source_of(dot: Dot) -> str:
     return line_of(dot.eqn, dot.around)
 
 
+def type_of(var: Any) -> str:
+    """Write a value's type, as in "bfloat16[8,64]"."""
+    return f"{var.aval.dtype}[{','.join(map(str, var.aval.shape))}]"
+
+
 def line_of(eqn: Any, around: Sequence[Any]) -> str:
     """Return the "folder/file.py:line" that wrote an equation, or one of those around it."""
     file, line, _ = compat.source_line(compat.lined_as(eqn, around))

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -93,6 +93,30 @@ def pin_results(jaxpr: Any, results: Sequence[Spec | None], mesh: Mesh) -> Any:
             eqns += constrained(var, pinned[var], dims_of(spec), mesh, like)
         outvars.append(pinned[var])
     return jaxpr.replace(eqns=eqns, outvars=outvars)
+
+
+def with_results_pinned(
+    eqns: Sequence[Any], specs: Mapping[int, Spec], mesh: Mesh
+) -> list[Any] | None:
+    """Constrain the first results of some equations of a body; None if there are none.
+
+    Args:
+        eqns: the equations of the body.
+        specs: the sharding of each such result, by the position of its equation.
+        mesh: the step's mesh.
+    """
+    if not specs:
+        return None
+    made: list[Any] = []
+    for position, eqn in enumerate(eqns):
+        if (spec := specs.get(position)) is None:
+            made.append(eqn)
+            continue
+        out, *others = eqn.outvars
+        free = compat.like_var(out)
+        made.append(eqn.replace(outvars=[free, *others]))
+        made += constrained(free, out, dims_of(spec), mesh, eqn)
+    return made
 
 
 def dims_of(spec: Spec) -> list[Any]:

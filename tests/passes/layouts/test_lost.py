@@ -154,6 +154,16 @@ def test_a_batch_that_a_loop_indexes_stays_sharded(name):
     assert any(not isinstance(e, PinValue) and ("data",) in e.spec[:2] for e in pins)
 
 
+@pytest.mark.parametrize(("batch", "reasons"), [(("data",), 1), ((None, "data"), 0)])
+def test_only_a_slice_along_a_sharded_dim_is_a_reason(batch, reasons):
+    mesh = mesh_of({"data": 8})
+    args = arguments(mesh, "data", None, batch)
+    edited = edited_of(lambda w, x: by_slice(w, x, 2), args, mesh)
+    proposals = [*propose_starts(evaluated_of(edited))]
+    said = {why for one in proposals for why in one.notes[PinValue].reasons}
+    assert len(said) == reasons and all("slices the batch" in why for why in said)
+
+
 def test_layers_at_once_are_sharded_by_layers():
     mesh = mesh_of({"data": 8})
     args = arguments(mesh, "data", None, ("data",))
