@@ -11,6 +11,7 @@ from jaxoverlap.passes.evaluated import Evaluated, Proposal
 from jaxoverlap.passes.halves import halve, split_exchange
 from jaxoverlap.passes.layouts import moved_first, pins, tied, values
 from jaxoverlap.passes.rewriting import (
+    carried_sums,
     drop_types,
     embedding_gradients,
     late_sums,
@@ -34,6 +35,7 @@ from jaxoverlap.plan.edits import (
     ShareViews,
     SplitBatch,
     SplitExchange,
+    SumCarried,
     SumLate,
 )
 from jaxoverlap.plan.limits import GAIN, LATE_SUMS_GAIN
@@ -67,6 +69,7 @@ PASSES = (
     RegisteredPass("pins", (Pin,), pins.run),
     RegisteredPass("results pinned", (PinResults,), pin_results.run),
     RegisteredPass("dims first", (MoveFirst,), moved_first.run, moved_first.propose),
+    RegisteredPass("carried sums", (SumCarried,), carried_sums.run, carried_sums.propose),
     RegisteredPass("batch split", (SplitBatch,), halve.run),
     RegisteredPass("lookups scattered", (ScatterLookup,), embedding_gradients.run),
     RegisteredPass("rings", (MakeRing, ReadGathered), rewrite.run),

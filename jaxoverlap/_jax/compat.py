@@ -205,6 +205,25 @@ def evaluate(jaxpr: Jaxpr, operands: Sequence[Any]) -> list[Any]:
     return core.eval_jaxpr(jaxpr, jaxpr.consts, *operands)
 
 
+def evaluate_eqn(eqn: JaxprEqn, operands: Sequence[Any]) -> list[Any]:
+    """The results of one equation, whose type states no sharding."""
+    params = {
+        **eqn.params,
+        **{name: None for name in ("sharding", "out_sharding") if name in eqn.params},
+    }
+    with eqn.ctx.manager:
+        results = eqn.primitive.bind(*operands, **eqn.primitive.get_bind_params(params))
+    return list(results) if eqn.primitive.multiple_results else [results]
+
+
+def stated_constraint(eqn: JaxprEqn) -> tuple[tuple[str, ...], ...] | None:
+    """The mesh axes on each dim that a sharding constraint states; None if it leaves some open."""
+    sharding = eqn.params["sharding"]
+    if eqn.params["unconstrained_dims"] or not isinstance(sharding, jax.sharding.NamedSharding):
+        return None
+    return axes_by_dim(sharding.spec, eqn.outvars[0].aval.ndim)
+
+
 def scan_counts(scan: JaxprEqn) -> tuple[int, int]:
     """Return how many of a scan's operands are constants, and how many are its carry."""
     consts, carry, _ = scan.params["ft_in"].unpack()

@@ -328,6 +328,30 @@ class SumLate(_Edit, frozen=True, kw_only=True):
         return f"add up result {self.output} of scan {self.scan} over {', '.join(axes)} behind it"
 
 
+Summand = tuple[tuple[tuple[int, tuple[str, ...]], ...], ...]
+"""The dims of each operand that a sum adds up, and all the mesh axes that shard each."""
+
+
+class SumCarried(_Edit, frozen=True, kw_only=True):
+    """Sums over the batch that a scan adds into its carry are added up once, behind the scan.
+
+    Attributes:
+        scan: which of the step's scans it is, inner ones before those around them.
+        carry: the position of the carry.
+        axes: the mesh axes over which devices add up behind the scan.
+        sums: the sums that the carry is made of, in order.
+    """
+
+    scan: int
+    carry: int
+    axes: tuple[str, ...]
+    sums: tuple[Summand, ...]
+
+    def __str__(self) -> str:
+        axes = ", ".join(self.axes)
+        return f"add up carry {self.carry} of scan {self.scan} over {axes} behind it"
+
+
 class SplitExchange(_Edit, frozen=True, kw_only=True):
     """The exchanges of a user's `shard_map` go in chunks of their columns.
 
@@ -351,8 +375,9 @@ class ShareViews(_Edit, frozen=True, kw_only=True):
 
 
 Edit = (
-    DropTypes | PinArgument | PinValue | GatherTable | Pin | PinResults | MoveFirst | SplitBatch
-    | ScatterLookup | ReadGathered | MakeRing | GatherAhead | SumLate | SplitExchange | ShareViews
+    DropTypes | PinArgument | PinValue | GatherTable | Pin | PinResults | MoveFirst | SumCarried
+    | SplitBatch | ScatterLookup | ReadGathered | MakeRing | GatherAhead | SumLate | SplitExchange
+    | ShareViews
 )  # fmt: skip
 
 
@@ -362,6 +387,7 @@ ORDER: tuple[tuple[type[_Edit], ...], ...] = (
     (PinArgument, PinValue),
     (GatherTable, Pin, PinResults),
     (MoveFirst,),
+    (SumCarried,),
     (SplitBatch,),
     (Pin,),
     (ScatterLookup,),
@@ -371,7 +397,7 @@ ORDER: tuple[tuple[type[_Edit], ...], ...] = (
     (SplitExchange,),
     (ShareViews,),
 )
-_AFTER_SPLIT = 5
+_AFTER_SPLIT = 6
 LAYOUTS = tuple(kind for kinds in ORDER[: _AFTER_SPLIT - 1] for kind in kinds)
 """The kinds of edits that come before a batch split and before rings."""
 # Plans number matmuls as they are before these.

@@ -26,6 +26,7 @@ from jaxoverlap.plan.edits import (
     PinArgument,
     PinValue,
     SplitBatch,
+    SumCarried,
 )
 from jaxoverlap.plan.speedup import milliseconds
 from jaxoverlap.plan.trail import Proposed
@@ -36,6 +37,7 @@ from jaxoverlap.search.stages import LAYOUT_STAGES, SPLIT
 from jaxoverlap.simulation import hlo
 from jaxoverlap.step.context import StepContext
 
+_AFTER_PINS = (GatherTable, MoveFirst, SumCarried)
 _PER_SEQUENCE = (  # no rule can find this out
     "  If the shard_map computes each sequence alone, jaxoverlap.per_sequence(fn) says so, and "
     "it is split too."
@@ -56,7 +58,7 @@ def layouts_of(step: StepContext, trail: Trail, taken: Candidate) -> Layouts:
     jaxpr, pins = step.jaxpr, pins_of(best.known.step)
     names = DimNames(jaxpr)
     by_edits = {frozenset(row.edits): row.seconds for row in trail.rows}
-    only_pins = next(one for one in reversed(best.line) if not one.has(GatherTable, MoveFirst))
+    only_pins = next(one for one in reversed(best.line) if not one.has(*_AFTER_PINS))
 
     def gain_s(site: int) -> float | None:
         fewer = (edit for edit in only_pins.edits if getattr(edit, "site", None) != site)
@@ -119,7 +121,7 @@ def _kept(best: Candidate) -> list[KeptEdit]:
     """Return the further edits of a layout, each with its share of what its pass saves."""
     kept = []
     for one in best.line[1:]:
-        edits = [e for e in one.proposal.edits if isinstance(e, GatherTable | MoveFirst)]
+        edits = [e for e in one.proposal.edits if isinstance(e, _AFTER_PINS)]
         if edits and one.parent:
             gain_s = (one.parent.seconds - one.seconds) / len(edits)
             kept += [KeptEdit(edit=str(edit), gain_s=gain_s) for edit in edits]

@@ -74,7 +74,7 @@ def late_sums(
         names: the named dims (`DimNames`) of the step whose matmuls `shardings` are of.
         shardings: how the operands and results of its matmuls lie, by their number.
     """
-    axes = _axes_by_name(step, names, shardings)
+    axes = axes_by_name(step, names, shardings)
     for number, scan in enumerate(_scans(step.jaxpr)):
         body = scan.params["jaxpr"]
         _, num_carry = compat.scan_counts(scan)
@@ -85,7 +85,7 @@ def late_sums(
                 yield SumLate(scan=number, output=output, cuts=tuple(cuts))
 
 
-def _axes_by_name(
+def axes_by_name(
     step: EditedStep, names: DimNames, shardings: Mapping[Any, Shardings]
 ) -> dict[int, tuple[str, ...]]:
     """Return the mesh axes that shard most values with a named dim."""
