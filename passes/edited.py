@@ -92,11 +92,17 @@ def check_axes(mesh: Mesh, edits: Iterable[Edit]) -> None:
     """Refuse an edit with a sharding that names no axis of the mesh, or one axis twice."""
     for edit, spec in ((one, spec) for one in edits for spec in specs_of(one)):
         axes = [axis for on_dim in spec for axis in on_dim]
+        check_named(mesh, edit, axes)
         for axis in axes:
-            if axis not in mesh.shape:
-                raise misfit(edit, f"{axis!r} is no axis of the mesh {dict(mesh.shape)}")
             if axes.count(axis) > 1:
                 raise misfit(edit, f"{axis!r} is in one sharding {axes.count(axis)} times")
+
+
+def check_named(mesh: Mesh, edit: Edit, axes: Iterable[str]) -> None:
+    """Refuse an edit over an axis that the mesh does not have."""
+    for axis in axes:
+        if axis not in mesh.shape:
+            raise misfit(edit, f"{axis!r} is no axis of the mesh {dict(mesh.shape)}")
 
 
 def check_rank(edit: Edit, spec: Spec, var: Any) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 from jaxoverlap.passes.edited import EditedStep
 from jaxoverlap.passes.evaluated import Evaluated, Proposal
 from jaxoverlap.passes.halves import halve, split_exchange
-from jaxoverlap.passes.layouts import moved_first, pins, tied, values
+from jaxoverlap.passes.layouts import columns, moved_first, pins, tied, values
 from jaxoverlap.passes.rewriting import (
     carried_sums,
     drop_types,
@@ -24,6 +24,7 @@ from jaxoverlap.plan.edits import (
     DropTypes,
     GatherAhead,
     GatherTable,
+    InterleaveColumns,
     MakeRing,
     MoveFirst,
     Pin,
@@ -68,6 +69,7 @@ PASSES = (
     RegisteredPass("tied tables", (GatherTable,), tied.run, tied.propose),
     RegisteredPass("pins", (Pin,), pins.run),
     RegisteredPass("results pinned", (PinResults,), pin_results.run),
+    RegisteredPass("columns interleaved", (InterleaveColumns,), columns.run),
     RegisteredPass("dims first", (MoveFirst,), moved_first.run, moved_first.propose),
     RegisteredPass("carried sums", (SumCarried,), carried_sums.run, carried_sums.propose),
     RegisteredPass("batch split", (SplitBatch,), halve.run),

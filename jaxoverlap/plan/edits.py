@@ -328,6 +328,31 @@ class SumLate(_Edit, frozen=True, kw_only=True):
         return f"add up result {self.output} of scan {self.scan} over {', '.join(axes)} behind it"
 
 
+class InterleaveColumns(_Edit, frozen=True, kw_only=True):
+    """The columns of a fused weight are permuted, so that a device has its share of every part.
+
+    Attributes:
+        site: the matmul's index.
+        dims: the dim of the columns in its operands and result; None where one does not have it.
+        parted: which of the three is made of the parts, or taken apart: 0, 1: an operand, 2: the
+            result. The other one that has the columns is the weight, or its gradient.
+        sections: the columns of each part.
+        axes: the mesh axes that shard the columns.
+        spec: the mesh axes on each dim of the weight, as it is stored.
+    """
+
+    site: int
+    dims: tuple[int | None, int | None, int | None]
+    parted: int
+    sections: tuple[int, ...]
+    axes: tuple[str, ...]
+    spec: Spec
+
+    def __str__(self) -> str:
+        parts, axes = len(self.sections), ", ".join(self.axes)
+        return f"give each device its share of the {parts} parts of matmul {self.site} over {axes}"
+
+
 Summand = tuple[tuple[tuple[int, tuple[str, ...]], ...], ...]
 """The dims of each operand that a sum adds up, and all the mesh axes that shard each."""
 
@@ -375,9 +400,9 @@ class ShareViews(_Edit, frozen=True, kw_only=True):
 
 
 Edit = (
-    DropTypes | PinArgument | PinValue | GatherTable | Pin | PinResults | MoveFirst | SumCarried
-    | SplitBatch | ScatterLookup | ReadGathered | MakeRing | GatherAhead | SumLate | SplitExchange
-    | ShareViews
+    DropTypes | PinArgument | PinValue | GatherTable | Pin | PinResults | InterleaveColumns
+    | MoveFirst | SumCarried | SplitBatch | ScatterLookup | ReadGathered | MakeRing | GatherAhead
+    | SumLate | SplitExchange | ShareViews
 )  # fmt: skip
 
 
@@ -386,6 +411,7 @@ ORDER: tuple[tuple[type[_Edit], ...], ...] = (
     (DropTypes,),
     (PinArgument, PinValue),
     (GatherTable, Pin, PinResults),
+    (InterleaveColumns,),
     (MoveFirst,),
     (SumCarried,),
     (SplitBatch,),
@@ -397,7 +423,7 @@ ORDER: tuple[tuple[type[_Edit], ...], ...] = (
     (SplitExchange,),
     (ShareViews,),
 )
-_AFTER_SPLIT = 6
+_AFTER_SPLIT = 7
 LAYOUTS = tuple(kind for kinds in ORDER[: _AFTER_SPLIT - 1] for kind in kinds)
 """The kinds of edits that come before a batch split and before rings."""
 # Plans number matmuls as they are before these.

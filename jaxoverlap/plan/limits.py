@@ -25,6 +25,8 @@ STREAM_GAIN = 0.01
 XLA_MEMORY_SHARE = 0.8
 # A layout may need this many times the memory of the step without pins.
 LAYOUT_MEMORY = 1.05
+# More is no reason against a candidate if it is this share of a device's memory: small steps.
+SMALL_MEMORY = 0.005
 # A split step may need this many times the memory of the original step.
 SPLIT_MEMORY = 1.15
 # Unrolled scans need up to this many times the memory that is estimated for them.

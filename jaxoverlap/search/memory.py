@@ -9,6 +9,7 @@ from jaxoverlap.plan.edits import MakeRing
 from jaxoverlap.plan.limits import (
     LAYERS_AHEAD_MEMORY,
     LAYOUT_MEMORY,
+    SMALL_MEMORY,
     SPLIT_MEMORY,
     UNROLLED_MEMORY,
     XLA_MEMORY_SHARE,
@@ -16,14 +17,14 @@ from jaxoverlap.plan.limits import (
 from jaxoverlap.search.candidate import Candidate
 
 
-def layout_fits(made: Candidate) -> str:
+def layout_fits(cost: CostModel, made: Candidate) -> str:
     """Return why a candidate needs too much memory for a layout or the like; empty if not."""
-    return _more_than(LAYOUT_MEMORY, made)
+    return _more_than(LAYOUT_MEMORY, cost, made)
 
 
-def split_fits(made: Candidate) -> str:
+def split_fits(cost: CostModel, made: Candidate) -> str:
     """Return why the parts of a batch need too much memory; empty if they do not."""
-    return _more_than(SPLIT_MEMORY, made)
+    return _more_than(SPLIT_MEMORY, cost, made)
 
 
 def unrolled_fits(cost: CostModel, made: Candidate) -> str:
@@ -44,12 +45,13 @@ def ahead_fits(cost: CostModel, made: Candidate) -> str:
     early = made.known.program.joined_bytes or not made.has(MakeRing)
     if not early or made.evaluation.peak_bytes <= _most_bytes(cost):
         return ""
-    return _more_than(LAYERS_AHEAD_MEMORY, made)
+    return _more_than(LAYERS_AHEAD_MEMORY, cost, made)
 
 
-def _more_than(times: float, made: Candidate) -> str:
+def _more_than(times: float, cost: CostModel, made: Candidate) -> str:
     before, after = made.line[0].evaluation.peak_bytes, made.evaluation.peak_bytes
-    if after <= before * times:
+    small = cost.cluster.chip.memory_bytes * SMALL_MEMORY
+    if after <= max(before * times, before + small):
         return ""
     return f"they need about {human_bytes(after)} of memory, the plain step {human_bytes(before)}"
 

@@ -20,6 +20,7 @@ from jaxoverlap.plan.decisions import Decision, Reason, Skip, without_rings
 from jaxoverlap.plan.edits import (
     Edit,
     GatherTable,
+    InterleaveColumns,
     MakeRing,
     MoveFirst,
     Pin,
@@ -37,7 +38,7 @@ from jaxoverlap.search.stages import LAYOUT_STAGES, SPLIT
 from jaxoverlap.simulation import hlo
 from jaxoverlap.step.context import StepContext
 
-_AFTER_PINS = (GatherTable, MoveFirst, SumCarried)
+_AFTER_PINS = (GatherTable, InterleaveColumns, MoveFirst, SumCarried)
 _PER_SEQUENCE = (  # no rule can find this out
     "  If the shard_map computes each sequence alone, jaxoverlap.per_sequence(fn) says so, and "
     "it is split too."

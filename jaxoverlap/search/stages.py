@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 from jaxoverlap.passes.analysis.jaxprs import bodies
 from jaxoverlap.passes.evaluated import Evaluated, Proposal
 from jaxoverlap.passes.halves.propose import propose_parts, propose_unrolled
+from jaxoverlap.passes.layouts import columns
 from jaxoverlap.passes.layouts.propose import (
     propose_fewer,
     propose_mixes,
@@ -28,13 +29,14 @@ from jaxoverlap.plan.limits import (
     RIVAL_LAYOUTS,
     UNROLL,
 )
+from jaxoverlap.search.candidate import Candidate
 from jaxoverlap.search.memory import ahead_fits, layout_fits, split_fits, unrolled_fits
 from jaxoverlap.search.search import ANYWAY, Budget, Propose, Stage
 from jaxoverlap.step.context import StepContext
 from jaxoverlap.step.options import Options
 
-STARTS, NEIGHBOURS, MIXES, OWN, FEWER = (
-    *("layouts", "their neighbours", "lines of other layouts"),
+COLUMNS, STARTS, NEIGHBOURS, MIXES, OWN, FEWER = (
+    *("columns interleaved", "layouts", "their neighbours", "lines of other layouts"),
     *("pins that XLA chooses too", "pins that are not needed"),
 )
 GIVEN, SPLIT, UNROLLED, AHEAD, RINGS = (
@@ -71,8 +73,11 @@ def _of_layouts(step: StepContext, options: Options) -> Iterator[Stage]:
         return
     thorough, most = mode != "repair", LAYOUT_EQUATIONS[mode] // _num_equations(step)
     budget = Budget(most)
-    layout = functools.partial(Stage, fits=layout_fits, budget=budget)
+    fits = functools.partial(layout_fits, step.cost)
+    layout = functools.partial(Stage, fits=fits, budget=budget)
     gain = _MAY_BE_SLOWER if thorough else GAIN
+    # Under another layout than XLA's they may gain what they do not here.
+    yield layout(COLUMNS, columns.propose, _MAY_BE_SLOWER, rivals=1)
     yield layout(STARTS, propose_starts, gain, rivals=RIVAL_LAYOUTS[mode])
     yield layout(NEIGHBOURS, propose_neighbours, LAYOUT_STEP, takes="first", expands=1)
     yield layout(MIXES, propose_mixes, LAYOUT_STEP, takes="each", expands=1)
@@ -80,12 +85,12 @@ def _of_layouts(step: StepContext, options: Options) -> Iterator[Stage]:
     if mode == "advise":
         yield Stage(
             *(FEWER, propose_fewer, -LAYOUT_STEP),
-            fits=layout_fits,
+            fits=fits,
             takes="each",
             expands=1,
             budget=Budget(most),
         )
-    yield from (_stage(one) for one in PASSES if one.propose and _before_split(one))
+    yield from (_stage(one, fits) for one in PASSES if one.propose and _before_split(one))
 
 
 def _of_parts(step: StepContext, options: Options, *, by_price: bool) -> Iterator[Stage]:
@@ -101,7 +106,7 @@ def _of_parts(step: StepContext, options: Options, *, by_price: bool) -> Iterato
             functools.partial(propose_unrolled, UNROLL),
         )
         fits = functools.partial(unrolled_fits, step.cost)
-        yield Stage(SPLIT, two, _MAY_BE_SLOWER, split_fits, rivals=1)
+        yield Stage(SPLIT, two, _MAY_BE_SLOWER, functools.partial(split_fits, step.cost), rivals=1)
         yield Stage(UNROLLED, unrolled, _MAY_BE_SLOWER, fits, rivals=1)
         # Gathers ahead alone risk nothing.
         fits = functools.partial(ahead_fits, step.cost)
@@ -129,9 +134,8 @@ def _of_passes(options: Options, *, by_price: bool) -> Iterator[Stage]:
             yield _stage(one)
 
 
-def _stage(one: RegisteredPass) -> Stage:
+def _stage(one: RegisteredPass, fits: Callable[[Candidate], str] = lambda made: "") -> Stage:
     assert one.propose is not None
-    fits = layout_fits if _before_split(one) else lambda made: ""
     return Stage(one.name, one.propose, one.gain, fits, ties=True)
 
 
@@ -155,6 +159,6 @@ def _num_equations(step: StepContext) -> int:
 
 
 LAYOUT_STAGES = (
-    *(GIVEN, STARTS, NEIGHBOURS, MIXES, OWN, FEWER),
+    *(GIVEN, COLUMNS, STARTS, NEIGHBOURS, MIXES, OWN, FEWER),
     *(one.name for one in PASSES if one.propose and _before_split(one)),
 )

@@ -3,16 +3,22 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import msgspec
 
 from jaxoverlap._jax import compat
 from jaxoverlap.passes.analysis.dims import DimNames, Name
-from jaxoverlap.passes.analysis.jaxprs import dots
+from jaxoverlap.passes.analysis.errors import UserError
+from jaxoverlap.passes.analysis.jaxprs import dots, equations
 from jaxoverlap.passes.analysis.mesh import explicit_axes
+from jaxoverlap.passes.analysis.partitioned import Shardings
+from jaxoverlap.passes.edited import EditedStep
 from jaxoverlap.passes.evaluated import Evaluated, Proposal
+from jaxoverlap.passes.halves import halve
+from jaxoverlap.passes.halves.body import HostMemoryError
+from jaxoverlap.passes.halves.shardings import shardings_of_parts
 from jaxoverlap.passes.halves.start import BatchDim, batch_dims
 from jaxoverlap.passes.layouts.moved_first import first_dims
 from jaxoverlap.passes.layouts.pins import pinnable
@@ -42,7 +48,9 @@ def propose_parts(parts: int, step: Evaluated) -> Iterator[Proposal]:
         return
     site, operand, dim = batch.found_at(edited.jaxpr, dims)
     edit = SplitBatch(site=site, operand=operand, dim=dim, parts=parts, shards=batch.shards)
-    yield Proposal((edit,), notes={SplitBatch: _named(arguments, dims, batch)})
+    notes = {SplitBatch: _named(arguments, dims, batch)}
+    pins = [] if _states_shardings(edited) else _pins_of_parts(step, edit)
+    yield Proposal((edit, *pins), notes=notes)
 
 
 def propose_unrolled(unroll: int, step: Evaluated) -> Iterator[Proposal]:
@@ -56,15 +64,45 @@ def propose_unrolled(unroll: int, step: Evaluated) -> Iterator[Proposal]:
     split = next((edit for edit in edited.edits if isinstance(edit, SplitBatch)), None)
     if split is None or split.unroll == unroll or all(dot.runs == 1 for dot in dots(edited.jaxpr)):
         return
-    pins = [
-        Pin(site=dot.index, spec=spec)
-        for dot in pinnable(edited.jaxpr)
-        if dot.index in step.shardings
-        and (spec := step.shardings[dot.index].out) is not None
-        and is_even(dot.eqn.outvars[0].aval.shape, spec, edited.mesh)
-    ]
+    pins = _pins(edited, step.shardings)
     unrolled = msgspec.structs.replace(split, unroll=unroll)
-    yield Proposal((unrolled, *pins), lambda edit: isinstance(edit, SplitBatch))
+    place = edited.edits.index(split)
+    if any(isinstance(edit, Pin) for edit in edited.edits[:place]):  # a layout's, which stay
+        yield Proposal((unrolled, *pins), lambda edit: isinstance(edit, SplitBatch))
+        return
+    own = [edit for edit in edited.edits[place:] if isinstance(edit, Pin)]
+    yield Proposal((unrolled, *own, *pins), lambda edit: isinstance(edit, SplitBatch | Pin))
+
+
+def _states_shardings(step: EditedStep) -> bool:
+    """Return whether a step has sharding constraints, the user's or pinned ones, on its values."""
+    every = equations(step.unpinned.jaxpr)
+    return step.has(Pin) or any(eqn.primitive.name == "sharding_constraint" for eqn, _ in every)
+
+
+def _pins_of_parts(step: Evaluated, edit: SplitBatch) -> list[Pin]:
+    """Return pins that keep the shardings of a step's matmuls for the parts of its batch.
+
+    XLA may choose others where nothing states them: between a batch and weights that are sharded
+    over one axis it goes by the sizes of the parts.
+    """
+    try:
+        cut = halve.run(step.step, [edit])
+    except (UserError, HostMemoryError):
+        return []  # it is refused for that again, where the edit is applied
+    whole = step.step.jaxpr
+    return _pins(cut, shardings_of_parts(whole, cut.jaxpr, step.shardings, edit.parts))
+
+
+def _pins(step: EditedStep, shardings: Mapping[Any, Shardings]) -> list[Pin]:
+    """Return pins of the results of matmuls to their shardings."""
+    return [
+        Pin(site=dot.index, spec=spec)
+        for dot in pinnable(step.jaxpr)
+        if dot.index in shardings
+        and (spec := shardings[dot.index].out) is not None
+        and is_even(dot.eqn.outvars[0].aval.shape, spec, step.mesh)
+    ]
 
 
 def _none_divides(jaxpr: Any, dims: DimNames, candidates: list[BatchDim]) -> str:

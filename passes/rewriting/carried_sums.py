@@ -33,7 +33,7 @@ from jaxoverlap._jax import compat, inlining
 from jaxoverlap.passes.analysis.def_use import DefUse
 from jaxoverlap.passes.analysis.dims import DimNames, Name
 from jaxoverlap.passes.analysis.jaxprs import REMATS
-from jaxoverlap.passes.edited import EditedStep, misfit
+from jaxoverlap.passes.edited import EditedStep, check_named, misfit
 from jaxoverlap.passes.evaluated import Evaluated, Proposal
 from jaxoverlap.passes.rewriting.late_sums import axes_by_name
 from jaxoverlap.plan.edits import SumCarried, Summand
@@ -55,7 +55,10 @@ def run(step: EditedStep, edits: Sequence[SumCarried]) -> EditedStep:
     """Add up behind their scans the sums that edits name."""
     jaxpr = step.jaxpr
     for edit in edits:
-        _check_named(edit, step.mesh)
+        cut = (axis for one in edit.sums for operand in one for _, on in operand for axis in on)
+        check_named(step.mesh, edit, (*edit.axes, *cut))
+        if not edit.axes or len({*edit.axes}) < len(edit.axes):
+            raise misfit(edit, "it names no axis, or one twice")
         left = list(edit.sums)
 
         def next_cut(eqn: Any, edit: SumCarried = edit, left: list[Summand] = left) -> Summand:
@@ -74,16 +77,6 @@ def run(step: EditedStep, edits: Sequence[SumCarried]) -> EditedStep:
         if left:
             raise misfit(edit, f"the scan adds up {len(left)} sums fewer into that carry")
     return step.to(jaxpr)
-
-
-def _check_named(edit: SumCarried, mesh: Mesh) -> None:
-    """Refuse an edit over axes that the mesh does not have, or over none."""
-    cut = (axis for one in edit.sums for operand in one for _, on in operand for axis in on)
-    for axis in (*edit.axes, *cut):
-        if axis not in mesh.shape:
-            raise misfit(edit, f"{axis!r} is no axis of the mesh {dict(mesh.shape)}")
-    if not edit.axes or len({*edit.axes}) < len(edit.axes):
-        raise misfit(edit, "it names no axis, or one twice")
 
 
 def propose(step: Evaluated) -> Iterator[Proposal]:
@@ -129,7 +122,7 @@ def _carried(step: Evaluated) -> Iterator[_Carried]:
     if not any(_accumulates(scan, k) for scan in scans for k in range(compat.scan_counts(scan)[1])):
         return
     names = DimNames(edited.jaxpr)
-    axes, stored = axes_by_name(edited, names, step.shardings), _stored(edited, names)
+    axes = axes_by_name(edited, names, step.shardings)
     done = set[int]()
     for number, scan in reversed([*enumerate(scans)]):  # outer scans first
         num_consts, num_carry = compat.scan_counts(scan)
@@ -151,7 +144,7 @@ def _carried(step: Evaluated) -> Iterator[_Carried]:
             common = _common(sums, edited.mesh)
             if common:
                 done |= rewriter.inner
-                own = stored.get(names.of(total), {*common})
+                own = _own_axes(names.of(total), edited, names)
                 free = tuple(axis for axis in common if axis not in own)
                 yield _Carried(number, carry, tuple(sums), common, free)
 
@@ -167,13 +160,16 @@ def _accumulates(scan: Any, carry: int) -> bool:
     return only and readers[0].primitive.name in _KEEPS_TOTAL
 
 
-def _stored(step: EditedStep, names: DimNames) -> dict[tuple[Name, ...], set[str]]:
-    """Return the mesh axes that shard the arguments of some dims, by the names of all of them."""
-    stored: dict[tuple[Name, ...], set[str]] = {}
+def _own_axes(total: Sequence[Name], step: EditedStep, names: DimNames) -> set[str]:
+    """Return the mesh axes that shard the dims of a total, as they do in the argument of its dims.
+
+    All axes of the mesh, if no argument has these dims.
+    """
     for var, spec in zip(step.jaxpr.invars, step.arguments, strict=True):
-        on = {axis for axes in spec or () for axis in axes}
-        stored.setdefault(names.of(var), set()).update(on)
-    return stored
+        of_var = names.of(var)
+        if spec is not None and {*total} <= {*of_var}:
+            return {a for name, on in zip(of_var, spec, strict=True) if name in total for a in on}
+    return set(step.mesh.axis_names)
 
 
 def _common(sums: Sequence[Summand], mesh: Mesh) -> _Axes:
