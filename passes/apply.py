@@ -2,8 +2,8 @@
 
     step --[DropTypes]--> --[PinArgument, PinValue]--> --[GatherTable, Pin, PinResults]-->
          --[InterleaveColumns]--> --[MoveFirst]--> --[SumCarried]--> --[SplitBatch, Pin]-->
-         --[ScatterLookup]--> --[MakeRing, ReadGathered]--> --[GatherAhead]--> --[SumLate]-->
-         --[SplitExchange]--> --[ShareViews]-->
+         --[ScatterLookup]--> --[MakeRing, ReadGathered]--> --[GatherAhead]-->
+         --[TransformPerShard]--> --[SumLate]--> --[SplitExchange]--> --[ShareViews]-->
 
 Edits that follow each other and are of one pass are applied together (`registry.PASSES`). Matmuls
 count as the edits before have left them. Nothing is asked of XLA: an edit carries the shardings

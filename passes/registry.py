@@ -16,6 +16,7 @@ from jaxoverlap.passes.rewriting import (
     embedding_gradients,
     late_sums,
     one_view,
+    per_shard,
     pin_results,
     prefetch,
     rewrite,
@@ -38,6 +39,7 @@ from jaxoverlap.plan.edits import (
     SplitExchange,
     SumCarried,
     SumLate,
+    TransformPerShard,
 )
 from jaxoverlap.plan.limits import GAIN, LATE_SUMS_GAIN
 
@@ -76,6 +78,7 @@ PASSES = (
     RegisteredPass("lookups scattered", (ScatterLookup,), embedding_gradients.run),
     RegisteredPass("rings", (MakeRing, ReadGathered), rewrite.run),
     RegisteredPass("gathers ahead", (GatherAhead,), prefetch.run),
+    RegisteredPass("transforms per shard", (TransformPerShard,), per_shard.run, per_shard.propose),
     RegisteredPass("late sums", (SumLate,), late_sums.run, late_sums.propose, LATE_SUMS_GAIN),
     RegisteredPass(
         "exchanges in chunks", (SplitExchange,), split_exchange.run, split_exchange.propose

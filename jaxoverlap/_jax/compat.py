@@ -221,7 +221,8 @@ def stated_constraint(eqn: JaxprEqn) -> tuple[tuple[str, ...], ...] | None:
     sharding = eqn.params["sharding"]
     if eqn.params["unconstrained_dims"] or not isinstance(sharding, jax.sharding.NamedSharding):
         return None
-    return axes_by_dim(sharding.spec, eqn.outvars[0].aval.ndim)
+    out: Any = eqn.outvars[0]
+    return axes_by_dim(sharding.spec, out.aval.ndim)
 
 
 def scan_counts(scan: JaxprEqn) -> tuple[int, int]:

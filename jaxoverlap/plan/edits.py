@@ -377,6 +377,25 @@ class SumCarried(_Edit, frozen=True, kw_only=True):
         return f"add up carry {self.carry} of scan {self.scan} over {axes} behind it"
 
 
+class TransformPerShard(_Edit, frozen=True, kw_only=True):
+    """A Fourier transform is computed on each device's own rows.
+
+    Attributes:
+        body: the number of the body that has it, outer ones first.
+        position: the index of its equation there.
+        source: its source line.
+        spec: the mesh axes on each dim of its operand and result.
+    """
+
+    body: int
+    position: int
+    source: str
+    spec: Spec
+
+    def __str__(self) -> str:
+        return f"transform each device's rows at {self.source}, sharded as {_text(self.spec)}"
+
+
 class SplitExchange(_Edit, frozen=True, kw_only=True):
     """The exchanges of a user's `shard_map` go in chunks of their columns.
 
@@ -402,7 +421,7 @@ class ShareViews(_Edit, frozen=True, kw_only=True):
 Edit = (
     DropTypes | PinArgument | PinValue | GatherTable | Pin | PinResults | InterleaveColumns
     | MoveFirst | SumCarried | SplitBatch | ScatterLookup | ReadGathered | MakeRing | GatherAhead
-    | SumLate | SplitExchange | ShareViews
+    | TransformPerShard | SumLate | SplitExchange | ShareViews
 )  # fmt: skip
 
 
@@ -419,6 +438,7 @@ ORDER: tuple[tuple[type[_Edit], ...], ...] = (
     (ScatterLookup,),
     (MakeRing, ReadGathered),
     (GatherAhead,),
+    (TransformPerShard,),
     (SumLate,),
     (SplitExchange,),
     (ShareViews,),

@@ -27,6 +27,8 @@ XLA_MEMORY_SHARE = 0.8
 LAYOUT_MEMORY = 1.05
 # More is no reason against a candidate if it is this share of a device's memory: small steps.
 SMALL_MEMORY = 0.005
+# The share of a step in which kernels wait for lookups, from which on these are pinned.
+LOOKUP_WAITS = 0.02
 # A split step may need this many times the memory of the original step.
 SPLIT_MEMORY = 1.15
 # Unrolled scans need up to this many times the memory that is estimated for them.

@@ -11,6 +11,7 @@ from jaxoverlap.passes.halves.propose import propose_parts, propose_unrolled
 from jaxoverlap.passes.layouts import columns
 from jaxoverlap.passes.layouts.propose import (
     propose_fewer,
+    propose_lookups,
     propose_mixes,
     propose_neighbours,
     propose_starts,
@@ -35,8 +36,8 @@ from jaxoverlap.search.search import ANYWAY, Budget, Propose, Stage
 from jaxoverlap.step.context import StepContext
 from jaxoverlap.step.options import Options
 
-COLUMNS, STARTS, NEIGHBOURS, MIXES, OWN, FEWER = (
-    *("columns interleaved", "layouts", "their neighbours", "lines of other layouts"),
+COLUMNS, STARTS, LOOKUPS, NEIGHBOURS, MIXES, OWN, FEWER = (
+    *("columns interleaved", "layouts", "lookups", "their neighbours", "lines of other layouts"),
     *("pins that XLA chooses too", "pins that are not needed"),
 )
 GIVEN, SPLIT, UNROLLED, AHEAD, RINGS = (
@@ -79,6 +80,7 @@ def _of_layouts(step: StepContext, options: Options) -> Iterator[Stage]:
     # Under another layout than XLA's they may gain what they do not here.
     yield layout(COLUMNS, columns.propose, _MAY_BE_SLOWER, rivals=1)
     yield layout(STARTS, propose_starts, gain, rivals=RIVAL_LAYOUTS[mode])
+    yield layout(LOOKUPS, propose_lookups, LAYOUT_STEP, expands=1)
     yield layout(NEIGHBOURS, propose_neighbours, LAYOUT_STEP, takes="first", expands=1)
     yield layout(MIXES, propose_mixes, LAYOUT_STEP, takes="each", expands=1)
     yield layout(OWN, propose_without_own, -LAYOUT_STEP)
@@ -159,6 +161,6 @@ def _num_equations(step: StepContext) -> int:
 
 
 LAYOUT_STAGES = (
-    *(GIVEN, COLUMNS, STARTS, NEIGHBOURS, MIXES, OWN, FEWER),
+    *(GIVEN, COLUMNS, STARTS, LOOKUPS, NEIGHBOURS, MIXES, OWN, FEWER),
     *(one.name for one in PASSES if one.propose and _before_split(one)),
 )

@@ -19,7 +19,6 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
 from typing import Any
 
 from jax import Array, lax
@@ -31,11 +30,9 @@ from jaxoverlap.passes.analysis.mesh import explicit_axes
 from jaxoverlap.passes.analysis.partitioned import Shardings
 from jaxoverlap.passes.edited import EditedStep, check_named, check_sites, misfit
 from jaxoverlap.passes.evaluated import Evaluated, Proposal
+from jaxoverlap.passes.layouts.fused import LHS, OUT, RHS, Part, parts_of, sections_of
 from jaxoverlap.passes.rewriting.pin_results import dims_of, is_even
 from jaxoverlap.plan.edits import InterleaveColumns
-
-_LHS, _RHS, _OUT = range(3)
-_View = Callable[[Array], Array]
 
 
 def run(step: EditedStep, edits: Sequence[InterleaveColumns]) -> EditedStep:
@@ -77,220 +74,42 @@ def _interleaved(
     """Yield the edit of a matmul whose columns are in parts; none if they are not."""
     if dot.eqn.primitive.name != "dot_general" or dot.inside is not None or dot.manual is not None:
         return
-    specs = shardings[:3]
+    values, specs = (*dot.eqn.invars, *dot.eqn.outvars), shardings[:3]
     sources = (shardings.lhs_sources, shardings.rhs_sources, shardings.out_sinks)
     for dims in _shared_dims(dot.eqn):
-        sides = [side for side, dim in enumerate(dims) if dim is not None]
-        for side, other in itertools.permutations(sides):
-            spec, weight = specs[side], next(iter(sources[other]), None) or specs[other]
-            if weight is None:
+        for side, other in itertools.permutations(dims):
+            spec, stored = specs[side], next(iter(sources[other]), None) or specs[other]
+            if stored is None:
                 continue
-            axes = weight[dims[other]] or (spec[dims[side]] if spec is not None else ())
+            axes = stored[dims[other]] or (spec[dims[side]] if spec is not None else ())
             devices = math.prod(mesh.shape[a] for a in axes)
-            if devices == 1:
+            parts = parts_of(body, dot, side, dims[side]) if devices > 1 else []
+            if not parts or any(part.sharded % devices for part in parts):
                 continue
-            parts = _parts(body, dot, side, dims[side])
-            if not parts or not all(part.sharded % devices == 0 for part in parts):
-                continue
-            others = tuple(
-                axes if dim == dims[other] else tuple(a for a in on if a not in axes)
-                for dim, on in enumerate(weight)
-            )
-            var = (*dot.eqn.invars, *dot.eqn.outvars)[other]
-            if is_even(var.aval.shape, others, mesh):
+            weight = [tuple(a for a in on if a not in axes) for on in stored]
+            weight[dims[other]] = axes
+            if is_even(values[other].aval.shape, tuple(weight), mesh):
                 yield InterleaveColumns(
                     site=dot.index,
-                    dims=dims,
+                    dims=(dims.get(LHS), dims.get(RHS), dims.get(OUT)),
                     parted=side,
-                    sections=_sections(parts),
+                    sections=sections_of(parts),
                     axes=axes,
-                    spec=others,
+                    spec=tuple(weight),
                 )
                 return
 
 
-def _shared_dims(eqn: Any) -> Iterator[tuple[int | None, int | None, int | None]]:
+def _shared_dims(eqn: Any) -> Iterator[dict[int, int]]:
     """Yield the dims that two of a matmul's operands and result have, but for batch dims."""
     (lhs, rhs), (lhs_batch, rhs_batch) = eqn.params["dimension_numbers"]
-    yield from ((one, other, None) for one, other in zip(lhs, rhs, strict=True))
+    yield from ({LHS: one, RHS: other} for one, other in zip(lhs, rhs, strict=True))
     out = len(lhs_batch)
-    for side, contracted, batch in ((_LHS, lhs, lhs_batch), (_RHS, rhs, rhs_batch)):
+    for side, contracted, batch in ((LHS, lhs, lhs_batch), (RHS, rhs, rhs_batch)):
         for dim in range(eqn.invars[side].aval.ndim):
             if dim not in contracted and dim not in batch:
-                yield (dim, None, out) if side == _LHS else (None, dim, out)
+                yield {side: dim, OUT: out}
                 out += 1
-
-
-# -- the parts of a value -------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class _Part:
-    """A value that has some columns of a fused one.
-
-    Attributes:
-        first, size: its columns.
-        var: the value.
-        sharded: the size of its dim that devices share.
-        view: makes the value from its columns, or the columns from the value.
-        position: the equation that takes it from the fused value; None if that is made of it.
-    """
-
-    first: int
-    size: int
-    var: Any
-    sharded: int
-    view: _View
-    position: int | None = None
-
-
-@dataclass(frozen=True)
-class _Divided:
-    """A view of a fused value.
-
-    Attributes:
-        var: the view.
-        dim: its dim that is divided into parts.
-        unit: the columns that one index of the dim has.
-        inner: the dim that has these; None if an index is a column.
-        views: the steps between columns and a part, given the part's indices along the dim.
-    """
-
-    var: Any
-    dim: int
-    unit: int = 1
-    inner: int | None = None
-    views: tuple[Callable[[Array, int], Array], ...] = ()
-
-    def part(self, first: int, count: int, var: Any, position: int | None = None) -> _Part:
-        """Return a part with some indices along the dim."""
-
-        def view(x: Array) -> Array:
-            for one in self.views:
-                x = one(x, count)
-            return x
-
-        alone = count == 1 and self.inner is not None
-        sharded = self.var.aval.shape[self.inner] if alone else count
-        return _Part(first * self.unit, count * self.unit, var, sharded, view, position)
-
-
-def _parts(body: Body, dot: Dot, side: int, dim: int) -> list[_Part]:
-    """Return the parts of an operand or result along one dim, in order; none if it has none."""
-    if side == _OUT:
-        var = dot.eqn.outvars[0]
-        found = _taken(body, _Divided(var, dim))
-    else:
-        var = dot.eqn.invars[side]
-        found = None if compat.is_literal(var) else _joined(body, _Divided(var, dim))
-    parts = sorted(found or (), key=lambda part: part.first)
-    ends = [0, *(part.first + part.size for part in parts)]
-    tiles = ends[-1] == var.aval.shape[dim] if parts else False
-    tiles = tiles and all(p.first == end for p, end in zip(parts, ends, strict=False))
-    return parts if tiles and len(parts) > 1 else []
-
-
-def _sections(parts: Sequence[_Part]) -> tuple[int, ...]:
-    return tuple(part.size for part in parts)
-
-
-def _taken(body: Body, fused: _Divided) -> list[_Part] | None:
-    """Return the parts that all readers of a value take of it; None if one takes another."""
-    parts: list[_Part] = []
-    for position in body.uses.readers(fused.var):
-        eqn = None if position is None else body.eqns[position]
-        found = None if eqn is None else _taken_by(body, eqn, position, fused)
-        if found is None:
-            return None
-        parts += found
-    return parts
-
-
-def _taken_by(body: Body, eqn: Any, position: int | None, fused: _Divided) -> list[_Part] | None:
-    name, dim, shape = eqn.primitive.name, fused.dim, fused.var.aval.shape
-    if name == "sharding_constraint":
-        return _taken(body, replace(fused, var=eqn.outvars[0]))
-    if name == "transpose":
-        order = eqn.params["permutation"]
-        view = lambda x, _: lax.transpose(x, order)  # noqa: E731
-        inner = None if fused.inner is None else order.index(fused.inner)
-        made = _Divided(eqn.outvars[0], order.index(dim), fused.unit, inner, (*fused.views, view))
-        return _taken(body, made)
-    if name == "reshape":
-        split = _split(shape, eqn.outvars[0].aval.shape, dim) if fused.unit == 1 else None
-        if split is None:
-            return None
-        sizes = eqn.outvars[0].aval.shape
-        view = lambda x, count: lax.reshape(x, (*sizes[:dim], count, *sizes[dim + 1 :]))  # noqa: E731
-        return _taken(body, _Divided(eqn.outvars[0], dim, split, dim + 1, (*fused.views, view)))
-    if name == "split" and eqn.params["axis"] == dim:
-        firsts = itertools.accumulate((0, *eqn.params["sizes"]))
-        sizes = zip(firsts, eqn.params["sizes"], eqn.outvars, strict=False)
-        return [fused.part(int(first), int(n), var, position) for first, n, var in sizes]
-    if name == "unstack" and eqn.params["axis"] == dim:
-        alone = lambda x, _: lax.squeeze(x, (dim,))  # noqa: E731
-        fused = replace(fused, views=(*fused.views, alone))
-        return [fused.part(n, 1, var, position) for n, var in enumerate(eqn.outvars)]
-    if name == "slice" and eqn.params["strides"] in (None, (1,) * len(shape)):
-        out, first = eqn.outvars[0].aval.shape, eqn.params["start_indices"][dim]
-        if all(n == size for d, (n, size) in enumerate(zip(out, shape, strict=True)) if d != dim):
-            return [fused.part(first, out[dim], eqn.outvars[0], position)]
-    return None
-
-
-def _joined(body: Body, fused: _Divided) -> list[_Part] | None:
-    """Return the parts that a value is made of; None if it is not made of parts."""
-    eqn, dim = body.uses.maker(fused.var), fused.dim
-    if eqn is None:
-        return None
-    name, operand = eqn.primitive.name, eqn.invars[0]
-    if name == "sharding_constraint":
-        return _joined(body, replace(fused, var=operand))
-    if name in ("add_any", "add"):
-        both = [_joined(body, replace(fused, var=v)) for v in compat.variables(eqn.invars)]
-        known = [parts for parts in both if parts is not None]
-        return [p for parts in known for p in parts] if len(known) == 2 else None
-    if name == "transpose":
-        order = eqn.params["permutation"]
-        view = lambda x, _: lax.transpose(x, order)  # noqa: E731
-        inner = None if fused.inner is None else order[fused.inner]
-        made = _Divided(operand, order[dim], fused.unit, inner, (view, *fused.views))
-        return _joined(body, made)
-    if name == "reshape" and fused.unit == 1 and not compat.is_literal(operand):
-        whole = fused.var.aval.shape
-        unit = _split(whole, operand.aval.shape, dim)
-        if unit is None:
-            return None
-        sizes = lambda count: (*whole[:dim], count * unit, *whole[dim + 1 :])  # noqa: E731
-        view = lambda x, count: lax.reshape(x, sizes(count))  # noqa: E731
-        return _joined(body, _Divided(operand, dim, unit, dim + 1, (view, *fused.views)))
-    if name == "concatenate" and eqn.params["dimension"] == dim:
-        counts = [v.aval.shape[dim] for v in eqn.invars]
-        firsts = itertools.accumulate((0, *counts))
-        every = zip(firsts, counts, eqn.invars, strict=False)
-        return [fused.part(first, count, var) for first, count, var in every]
-    if name == "stack" and eqn.params["axis"] == dim:
-        alone = lambda x, _: lax.expand_dims(x, (dim,))  # noqa: E731
-        fused = replace(fused, views=(alone, *fused.views))
-        return [fused.part(n, 1, var) for n, var in enumerate(eqn.invars)]
-    if name == "pad" and compat.is_literal(eqn.invars[1]) and eqn.invars[1].val == 0:
-        config = eqn.params["padding_config"]
-        if all(not any(pads) for d, pads in enumerate(config) if d != dim) and not config[dim][2]:
-            return [fused.part(int(config[dim][0]), operand.aval.shape[dim], operand)]
-    return None
-
-
-def _split(whole: Sequence[int], parts: Sequence[int], dim: int) -> int | None:
-    """Return the columns that an index has where a reshape splits one dim; None for another."""
-    behind = len(whole) - dim - 1
-    inner = parts[dim + 1 : len(parts) - behind]
-    same = (*parts[:dim], *parts[len(parts) - behind :]) == (*whole[:dim], *whole[dim + 1 :])
-    if not same or not inner or parts[dim] * math.prod(inner) != whole[dim]:
-        return None
-    return math.prod(inner)
-
-
-# -- the rewriting --------------------------------------------------------------------------------
 
 
 def _rewritten(
@@ -300,29 +119,29 @@ def _rewritten(
     made = {position: [eqn] for position, eqn in enumerate(body.eqns)}
     for position, (dot, edit) in edits.items():
         columns, eqn = _Columns(mesh, edit), dot.eqn
-        parts = columns.checked(_parts(body, dot, edit.parted, columns.dim(edit.parted)))
+        parts = columns.checked(parts_of(body, dot, edit.parted, columns.dim(edit.parted)))
         before, after, values = list[Any](), list[Any](), [*eqn.invars, *eqn.outvars]
-        if edit.parted == _OUT:
-            source = _constrained(body, values[_OUT])
-            for place in {part.position for part in parts}:
-                like = body.eqns[place]
-                made[place] = [
-                    new
-                    for part in parts
-                    if part.position == place
-                    for new in inlining.inline(columns.taken(part), [source], [part.var], like)
-                ]
+        if edit.parted == OUT:
+            source = _constrained(body, values[OUT])
+            for part in parts:
+                assert part.position is not None
+                made[part.position] = []
+            for part in parts:
+                assert part.position is not None
+                like = body.eqns[part.position]
+                fn = columns.taken(part)
+                made[part.position] += inlining.inline(fn, [source], [part.var], like)
         else:
             values[edit.parted] = compat.like_var(values[edit.parted])
             operands = [part.var for part in parts]
             before += inlining.inline(columns.joined(parts), operands, [values[edit.parted]], eqn)
         given = values[columns.weight]
         values[columns.weight] = new = compat.like_var(given)
-        if columns.weight == _OUT:
+        if columns.weight == OUT:
             after += inlining.inline(columns.restored, [new], [given], eqn)
         else:
             before += inlining.inline(columns.permuted, [given], [new], eqn)
-        eqn = eqn.replace(invars=values[:_OUT], outvars=values[_OUT:])
+        eqn = eqn.replace(invars=values[:OUT], outvars=values[OUT:])
         made[position] = [*before, eqn, *after]
     return [new for position in range(len(body.eqns)) for new in made[position]]
 
@@ -358,15 +177,15 @@ class _Columns:
         assert dim is not None
         return dim
 
-    def checked(self, parts: Sequence[_Part]) -> Sequence[_Part]:
+    def checked(self, parts: Sequence[Part]) -> Sequence[Part]:
         """Return the parts of the matmul if they are those of the edit."""
-        if _sections(parts) != self._edit.sections:
-            raise misfit(self._edit, f"the matmul's parts have {_sections(parts)} columns")
+        if sections_of(parts) != self._edit.sections:
+            raise misfit(self._edit, f"the matmul's parts have {sections_of(parts)} columns")
         if any(part.sharded % self._devices for part in parts):
             raise misfit(self._edit, f"{self._devices} devices do not divide its parts")
         return parts
 
-    def taken(self, part: _Part) -> Callable[[Array], list[Array]]:
+    def taken(self, part: Part) -> Callable[[Array], list[Array]]:
         """Return the function that takes a part from the fused value."""
         dim, n = self.dim(self._edit.parted), self._devices
 
@@ -380,7 +199,7 @@ class _Columns:
 
         return take
 
-    def joined(self, parts: Sequence[_Part]) -> Callable[..., list[Array]]:
+    def joined(self, parts: Sequence[Part]) -> Callable[..., list[Array]]:
         """Return the function that makes the fused value of its parts."""
         dim, n = self.dim(self._edit.parted), self._devices
 
@@ -428,7 +247,7 @@ class _Columns:
 
     def _at(self, x: Array, dim: int) -> Array:
         """Constrain the dim of the devices."""
-        spec = [PartitionSpec.UNCONSTRAINED] * x.ndim
+        spec: list[Any] = [PartitionSpec.UNCONSTRAINED] * x.ndim
         spec[dim] = self._edit.axes
         return self._constrained(x, spec)
 

@@ -8,7 +8,8 @@
 XLA's propagation keeps the batch's sharding on the major part of a dim that is split, and on a dim
 that a loop indexes; each iteration then gathers what it reads, and all devices compute all of it.
 Matmuls of stacked layers outside of a loop, as an optimizer's, need no collective where the layers
-are sharded. A batch without a sharding, as a numpy array is, is computed by all devices.
+are sharded. A batch without a sharding, as a numpy array is, is computed by all devices; so is one
+along a mesh axis that shards nothing.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from typing import Any
 
 from jaxoverlap._jax import compat
 from jaxoverlap.passes.analysis.dims import DimNames, Name
-from jaxoverlap.passes.analysis.jaxprs import Body, Dot, bodies
+from jaxoverlap.passes.analysis.jaxprs import Body, Dot, bodies, equations
 from jaxoverlap.passes.edited import EditedStep
 from jaxoverlap.passes.layouts.layout import Layout, combined, sharded_names, unique, weights_of
 from jaxoverlap.passes.planning.entries import line_of
@@ -39,7 +40,8 @@ class Lost:
 
     Attributes:
         layouts: the layouts.
-        arguments: the numbers of arguments that have no sharding.
+        arguments: the numbers of the batch's arguments that have no sharding over some axis, or
+            that a loop slices along a sharded dim.
         values: the other values: the bodies that make them, and the positions of the equations.
         reasons: what the user wrote, and what it costs, in words.
     """
@@ -69,20 +71,45 @@ def lost_in(
     weights, batch = sharded_names(jaxpr, step.arguments, dims)
     instead = _indexed(every, dims)
     layers = _layers(matmuls, instead, dims)
-    whole = () if batch else _unsharded(jaxpr)
+    whole = [] if batch else _unsharded(jaxpr)
+    idle = _idle(step, {*weights, *batch}) if batch else []
     others = {axis: _replaced(names, instead) for axis, names in batch.items()}
     if whole:
         names = dims.of(jaxpr.invars[whole[0]])[:_BATCH_DIMS]
         others = {axis: _replaced(names, instead) for axis in sizes}
+    elif idle:
+        names = unique([name for on_axis in others.values() for name in on_axis])
+        others |= dict.fromkeys(idle, names)
     stacked = {axis: unique((*layers, *names)) for axis, names in weights.items()}
     if others == batch and stacked == weights:
         return None
+    moved = {name for _, _, name, _ in _sliced(every, dims)}
+    sharded = {name for on_axis in batch.values() for name in on_axis}
+    again = [n for n in _unsharded(jaxpr) if idle or moved & sharded & {*dims.of(jaxpr.invars[n])}]
     return Lost(
         layouts=tuple(new for new in combined(stacked, others, sizes) if new not in known),
-        arguments=tuple(whole),
+        arguments=tuple(whole or again),
         values=tuple(_values(every, dims, instead, layers)),
-        reasons=tuple(dict.fromkeys(_reasons(jaxpr, whole, every, dims, instead, batch))),
+        reasons=tuple(dict.fromkeys(_reasons(jaxpr, whole, idle, every, dims, instead, batch))),
     )
+
+
+def _idle(step: EditedStep, used: set[str]) -> list[str]:
+    """Return the mesh axes that shard nothing: their devices compute the same.
+
+    Args:
+        step: the step.
+        used: the axes that shard arguments.
+    """
+    for eqn, _ in equations(step.jaxpr):
+        if eqn.primitive.name == "shard_map":
+            return []
+        if eqn.primitive.name == "sharding_constraint":
+            spec = compat.stated_constraint(eqn)
+            if spec is None:
+                return []
+            used = {*used, *(axis for axes in spec for axis in axes)}
+    return [axis for axis, size in step.mesh.shape.items() if size > 1 and axis not in used]
 
 
 def _replaced(names: Sequence[Name], instead: _Instead) -> tuple[Name, ...]:
@@ -201,6 +228,7 @@ def _values(
 def _reasons(
     jaxpr: Any,
     whole: Sequence[int],
+    idle: Sequence[str],
     every: Sequence[Body],
     dims: DimNames,
     instead: _Instead,
@@ -210,6 +238,8 @@ def _reasons(
     names = compat.argument_names(jaxpr)
     for number in whole[:1]:
         yield f"the batch argument {names[number]} is replicated: every GPU computes everything"
+    if idle:
+        yield f"nothing is sharded over {', '.join(idle)}: its devices all compute the same"
     sharded = {name for on_axis in batch.values() for name in on_axis}
     for body in every:
         for eqn in body.eqns:

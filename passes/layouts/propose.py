@@ -9,12 +9,13 @@ change nothing are left out.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator
+from dataclasses import replace
 from typing import Any
 
 from jaxoverlap._jax import compat
 from jaxoverlap.passes.analysis.dims import DimNames
 from jaxoverlap.passes.analysis.einsum import Spec
-from jaxoverlap.passes.analysis.jaxprs import Body, Dot, equations
+from jaxoverlap.passes.analysis.jaxprs import Body, Dot, bodies, equations
 from jaxoverlap.passes.edited import EditedStep
 from jaxoverlap.passes.evaluated import Evaluated, Proposal
 from jaxoverlap.passes.layouts.layout import Layout, by_size, neighbours, spec_of, starts
@@ -22,6 +23,9 @@ from jaxoverlap.passes.layouts.lost import NOTHING, Lost, lost_in
 from jaxoverlap.passes.layouts.pins import Pins, pinnable
 from jaxoverlap.passes.planning.entries import line_of, type_of
 from jaxoverlap.plan.edits import Edit, Pin, PinArgument, PinValue
+from jaxoverlap.plan.limits import LOOKUP_WAITS
+
+_TABLE_DIMS = 2
 
 
 class _Pinned:
@@ -107,6 +111,42 @@ def propose_starts(step: Evaluated) -> Iterator[Proposal]:
         if lost := lost_in(unpinned, pinned.matmuls, pinned.dims, layouts):
             for layout in lost.layouts:
                 yield pinned.proposal(layout, lost)
+
+
+def propose_lookups(step: Evaluated) -> Iterator[Proposal]:
+    """Propose to pin the rows that are looked up in tables to the layout of a step.
+
+    What is looked up begins the residual stream, which no matmul has made: XLA shards it as the
+    table and the indices are, and all-reduces it.
+    """
+    if (layout := step.notes.get(Pin)) is None or not _waits_for_lookups(step):
+        return
+    pinned, lost = _Pinned(step.step), step.notes[PinValue]
+    values = (*lost.values, *_lookups(step.step.unpinned.jaxpr))
+    yield pinned.proposal(layout, replace(lost, values=values))
+
+
+def _lookups(jaxpr: Any) -> Iterator[tuple[Body, int]]:
+    """Yield the lookups in tables that are outside of loops: their bodies and positions."""
+    for body in bodies(jaxpr):
+        if body.around or body.opaque:
+            continue
+        for position, eqn in enumerate(body.eqns):
+            if eqn.primitive.name == "gather" and eqn.outvars[0].aval.ndim > _TABLE_DIMS:
+                yield body, position
+
+
+def _waits_for_lookups(step: Evaluated) -> bool:
+    """Return whether kernels wait for collectives of lookups, or of their gradients."""
+    if step.estimate is None:
+        return False
+    waited_s = 0.0
+    for (computation, name), seconds in step.estimate.waited_s.items():
+        every = step.program.module.computations[computation]
+        op_name = next((one.op_name for one in every if one.name == name), "")
+        if op_name.rpartition("/")[2] in ("gather", "scatter-add"):
+            waited_s += seconds
+    return waited_s > LOOKUP_WAITS * step.estimate.step_s
 
 
 def propose_neighbours(step: Evaluated) -> Iterator[Proposal]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import hypothesis.strategies as st
@@ -18,9 +19,11 @@ import jaxoverlap
 from jaxoverlap._jax import compat
 from jaxoverlap.passes.analysis.errors import UserError
 from jaxoverlap.passes.analysis.flatten import flatten
+from jaxoverlap.passes.analysis.partitioned import SpmdProgram
 from jaxoverlap.passes.apply import apply
 from jaxoverlap.passes.edited import EditedStep
-from jaxoverlap.passes.layouts.propose import propose_starts
+from jaxoverlap.passes.estimation.estimate import Estimate
+from jaxoverlap.passes.layouts.propose import propose_lookups, propose_starts
 from jaxoverlap.plan.edits import PinArgument, PinValue
 from tests.support.evaluated import evaluated_of
 
@@ -226,3 +229,46 @@ def test_a_step_is_repaired_and_computes_the_same():
         assert one.sharding.is_equivalent_to(theirs.sharding, one.ndim)
     again = jaxoverlap.overlap(step, plan=jaxoverlap.Plan.from_json(plan.to_json()))
     assert again.explain(*args).edits == plan.edits
+
+
+def test_a_batch_is_sharded_over_an_axis_that_shards_nothing():
+    """Without a constraint over that axis, and without a shard_map."""
+    mesh = mesh_of({"data": 2, "model": 4})
+    args = arguments(mesh, "data", None, ("data",))
+
+    def step(weights: Any, x: Any) -> Any:
+        return weights - jax.grad(loss)(weights, x), x.sum()
+
+    def constrained(weights: Any, x: Any) -> Any:
+        return step(weights, lax.with_sharding_constraint(x, NamedSharding(mesh, P(None, "model"))))
+
+    proposals = [*propose_starts(evaluated_of(edited_of(step, args, mesh)))]
+    pins = [e for one in proposals for e in one.edits if isinstance(e, PinArgument)]
+    assert (("data", "model"), (), ()) in [pin.spec for pin in pins]
+    reasons = {why for one in proposals for why in one.notes[PinValue].reasons}
+    assert reasons == {"nothing is sharded over model: its devices all compute the same"}
+    others = propose_starts(evaluated_of(edited_of(constrained, args, mesh)))
+    assert not any(isinstance(e, PinArgument) for one in others for e in one.edits)
+
+
+def test_rows_of_a_table_are_pinned_where_kernels_wait_for_them():
+    mesh = mesh_of({"data": 2, "model": 4})
+    weights, _ = arguments(mesh, "data", None, ("data",))
+    tokens = jax.device_put(np.zeros((ROWS, TOKENS), np.int32), NamedSharding(mesh, P("data")))
+
+    def step(weights: Any, tokens: Any) -> Any:
+        return weights - jax.grad(lambda w: loss(w, w[0][tokens]))(weights), tokens.sum()
+
+    edited = edited_of(step, (weights, tokens), mesh)
+    first, *_ = propose_starts(evaluated_of(edited))
+    text = (
+        "HloModule step\n\nENTRY e {\n  ROOT all-gather = f32[1]{0} all-gather(f32[1]{0} p), "
+        'metadata={op_name="jit(step)/gather"}\n}\n'
+    )
+    for waits_s, number in ((0.0, 0), (0.5, 1)):
+        program = SpmdProgram({}, (), text, mesh.size)
+        estimate = Estimate(1.0, 0.5, {}, {}, {("e", "all-gather"): waits_s})
+        known = evaluated_of(apply(edited, first.edits), program=program, notes=first.notes)
+        proposals = [*propose_lookups(replace(known, estimate=estimate))]
+        values = [e for one in proposals for e in one.edits if isinstance(e, PinValue)]
+        assert len(values) == number

@@ -1,0 +1,145 @@
+"""Fourier transforms on each device's own rows: XLA's partitioner gathers their operands whole.
+
+    y: [b@data, s, d] = fft x: [b@data, s, d]          # all-gather of x; each device computes all
+
+->  y = shard_map (fft) x: [b@data, s, d]              # each device transforms its own
+
+The mesh axes of a dim that is transformed shard another one, so that no device is idle: one
+all-to-all. GSPMD replicates what it has no rule for (arXiv:2105.04663); it has none for batches of
+Fourier transforms.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import jax
+from jax import Array
+from jax.sharding import Mesh, PartitionSpec
+
+from jaxoverlap._jax import compat, inlining
+from jaxoverlap.passes.analysis.dims import DimNames, Name
+from jaxoverlap.passes.analysis.jaxprs import Body, bodies, map_bodies
+from jaxoverlap.passes.analysis.mesh import explicit_axes
+from jaxoverlap.passes.edited import EditedStep, check_rank, misfit
+from jaxoverlap.passes.evaluated import Evaluated, Proposal
+from jaxoverlap.passes.planning.entries import line_of
+from jaxoverlap.passes.rewriting.late_sums import axes_by_name
+from jaxoverlap.passes.rewriting.pin_results import dims_of, is_even
+from jaxoverlap.plan.edits import Spec, TransformPerShard
+
+
+def run(step: EditedStep, edits: Sequence[TransformPerShard]) -> EditedStep:
+    """Compute the Fourier transforms that edits name on each device's own rows."""
+    by_body: dict[int, dict[int, TransformPerShard]] = {}
+    every = {body.index: body for body in bodies(step.jaxpr)}
+    for edit in edits:
+        body = every.get(edit.body)
+        known = body is not None and not body.opaque and edit.position in range(len(body.eqns))
+        if body is None or not known or not _is_transform(body.eqns[edit.position]):
+            raise misfit(edit, "no Fourier transform is there")
+        (operand,) = body.eqns[edit.position].invars
+        check_rank(edit, edit.spec, operand)
+        if any(edit.spec[dim] for dim in _transformed(body.eqns[edit.position])):
+            raise misfit(edit, "a dim that is transformed cannot be sharded")
+        for var in (operand, *body.eqns[edit.position].outvars):
+            if not is_even(var.aval.shape, edit.spec, step.mesh):
+                raise misfit(edit, f"the devices do not divide {var.aval.shape}")
+        by_body.setdefault(edit.body, {})[edit.position] = edit
+
+    def visit(body: Body) -> list[Any] | None:
+        here = by_body.get(body.index)
+        return (
+            None
+            if here is None
+            else [
+                made
+                for position, eqn in enumerate(body.eqns)
+                for made in (
+                    _per_shard(eqn, here[position], step.mesh) if position in here else [eqn]
+                )
+            ]
+        )
+
+    return step.to(map_bodies(step.jaxpr, visit))
+
+
+def propose(step: Evaluated) -> Iterator[Proposal]:
+    """Propose to compute all Fourier transforms of a step on each device's own rows."""
+    if explicit_axes(step.step.mesh):
+        return
+    every = [body for body in bodies(step.step.jaxpr) if not body.opaque]
+    if not any(_is_transform(eqn) for body in every for eqn in body.eqns):
+        return
+    names = DimNames(step.step.numbered.jaxpr)
+    axes = axes_by_name(step.step, names, step.shardings) | _of_arguments(step.step, names)
+    edits = tuple(
+        TransformPerShard(
+            body=body.index, position=position, source=line_of(eqn, body.around), spec=spec
+        )
+        for body in every
+        for position, eqn in enumerate(body.eqns)
+        if _is_transform(eqn) and any(spec := _spec(eqn, names, axes, step.step.mesh))
+    )
+    if edits:
+        yield Proposal(edits)
+
+
+def _of_arguments(step: EditedStep, names: DimNames) -> dict[Name, tuple[str, ...]]:
+    """Return the mesh axes that shard each named dim of the arguments."""
+    pairs = zip(step.jaxpr.invars, step.arguments, strict=True)
+    dims = (zip(names.of(var), spec or (), strict=False) for var, spec in pairs)
+    return {name: on for of_var in dims for name, on in of_var if on}
+
+
+def _spec(eqn: Any, names: DimNames, axes: Mapping[Name, tuple[str, ...]], mesh: Mesh) -> Spec:
+    """Return how the operand of a transform is sharded, so that each device has whole ones."""
+    (operand,) = eqn.invars
+    shape, transformed = operand.aval.shape, _transformed(eqn)
+    spec: list[tuple[str, ...]] = [()] * len(shape)
+    left: list[str] = []
+    for dim, name in enumerate(names.of(operand)):
+        on = tuple(a for a in axes.get(name, ()) if mesh.shape[a] > 1)
+        if dim in transformed:
+            left += on
+        else:
+            spec[dim] = on
+    used, others = set[str](), [d for d in range(len(shape)) if d not in transformed]
+    for dim in others:  # one axis may be that of two names
+        spec[dim] = tuple(a for a in spec[dim] if a not in used)
+        used.update(spec[dim])
+    for axis in (a for a in dict.fromkeys(left) if a not in used):
+        for dim in sorted(others, key=lambda d: -shape[d] // _devices(spec[d], mesh)):
+            if shape[dim] % _devices((*spec[dim], axis), mesh) == 0:
+                spec[dim] = (*spec[dim], axis)
+                break
+    return tuple(spec) if is_even(shape, tuple(spec), mesh) else ()
+
+
+def _devices(axes: Sequence[str], mesh: Mesh) -> int:
+    return math.prod(mesh.shape[a] for a in axes)
+
+
+def _is_transform(eqn: Any) -> bool:
+    return eqn.primitive.name == "fft" and not compat.is_literal(eqn.invars[0])
+
+
+def _transformed(eqn: Any) -> range:
+    """Return the dims that are transformed: the last ones."""
+    ndim = eqn.invars[0].aval.ndim
+    return range(ndim - len(eqn.params["fft_lengths"]), ndim)
+
+
+def _per_shard(eqn: Any, edit: TransformPerShard, mesh: Mesh) -> list[Any]:
+    spec = PartitionSpec(*dims_of(edit.spec))
+
+    def transform(x: Array) -> list[Array]:
+        return compat.evaluate_eqn(eqn, [x])
+
+    fn = functools.partial(
+        jax.shard_map(transform, mesh=mesh, in_specs=spec, out_specs=[spec], check_vma=False)
+    )
+    return inlining.inline(fn, eqn.invars, eqn.outvars, eqn)
