@@ -333,6 +333,7 @@ class InterleaveColumns(_Edit, frozen=True, kw_only=True):
 
     Attributes:
         site: the matmul's index.
+        source: its source line.
         dims: the dim of the columns in its operands and result; None where one does not have it.
         parted: which of the three is made of the parts, or taken apart: 0, 1: an operand, 2: the
             result. The other one that has the columns is the weight, or its gradient.
@@ -342,15 +343,28 @@ class InterleaveColumns(_Edit, frozen=True, kw_only=True):
     """
 
     site: int
+    source: str
     dims: tuple[int | None, int | None, int | None]
     parted: int
     sections: tuple[int, ...]
     axes: tuple[str, ...]
     spec: Spec
 
+    @property
+    def why(self) -> str:
+        """What the step does as it is written."""
+        axes = ", ".join(self.axes)
+        return (
+            f"the matmul at {self.source} has {len(self.sections)} parts, which are slices of "
+            f"columns sharded over {axes}: activations move to give each device its share"
+        )
+
     def __str__(self) -> str:
         parts, axes = len(self.sections), ", ".join(self.axes)
-        return f"give each device its share of the {parts} parts of matmul {self.site} over {axes}"
+        return (
+            f"give each device along {axes} its share of the {parts} parts of matmul {self.site} "
+            f"at {self.source}"
+        )
 
 
 Summand = tuple[tuple[tuple[int, tuple[str, ...]], ...], ...]
@@ -363,22 +377,30 @@ class SumCarried(_Edit, frozen=True, kw_only=True):
     Attributes:
         scan: which of the step's scans it is, inner ones before those around them.
         carry: the position of the carry.
+        source: the source line of the scan.
         axes: the mesh axes over which devices add up behind the scan.
         sums: the sums that the carry is made of, in order.
     """
 
     scan: int
     carry: int
+    source: str
     axes: tuple[str, ...]
     sums: tuple[Summand, ...]
 
+    @property
+    def why(self) -> str:
+        """What the step does as it is written."""
+        axes = ", ".join(self.axes)
+        return f"the loop at {self.source} adds up gradients over {axes} in each iteration"
+
     def __str__(self) -> str:
         axes = ", ".join(self.axes)
-        return f"add up carry {self.carry} of scan {self.scan} over {axes} behind it"
+        return f"add up carry {self.carry} of the scan at {self.source} over {axes} behind it"
 
 
 class TransformPerShard(_Edit, frozen=True, kw_only=True):
-    """A Fourier transform is computed on each device's own rows.
+    """Each device computes a Fourier transform of its own shard.
 
     Attributes:
         body: the number of the body that has it, outer ones first.
@@ -393,7 +415,7 @@ class TransformPerShard(_Edit, frozen=True, kw_only=True):
     spec: Spec
 
     def __str__(self) -> str:
-        return f"transform each device's rows at {self.source}, sharded as {_text(self.spec)}"
+        return f"transform each device's shard at {self.source}, sharded as {_text(self.spec)}"
 
 
 class SplitExchange(_Edit, frozen=True, kw_only=True):
@@ -446,6 +468,8 @@ ORDER: tuple[tuple[type[_Edit], ...], ...] = (
 _AFTER_SPLIT = 7
 LAYOUTS = tuple(kind for kinds in ORDER[: _AFTER_SPLIT - 1] for kind in kinds)
 """The kinds of edits that come before a batch split and before rings."""
+REPAIRS = (PinArgument, PinValue, InterleaveColumns, SumCarried)
+"""The kinds of edits that repair what a user wrote so that shardings cost much."""
 # Plans number matmuls as they are before these.
 AFTER_NUMBERING = tuple(kind for kinds in ORDER[_AFTER_SPLIT + 1 :] for kind in kinds)
 

@@ -28,6 +28,11 @@ class Price(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     saved_s: Mapping[str, float] = {}
 
     @property
+    def lost_share(self) -> float:
+        """The share of the original step's seconds that repairs of its shardings save."""
+        return max(self.saved_s.get("layouts", 0.0), 0.0) / self.plain_s
+
+    @property
     def verdict(self) -> str:
         """The gain of the step, or the most that it could gain, in words."""
         if not self.saved_s:

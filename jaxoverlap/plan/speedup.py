@@ -35,6 +35,8 @@ class Speedup(msgspec.Struct, frozen=True, kw_only=True):
         why: why the overlapped step was not taken, or why the original one was not simulated; else
             empty.
         lost: which rules lost how much, where the overlapped step was slower than plain.
+        repaired: how many times as fast the step is by its repaired shardings alone, as an expert
+            would have written it, estimated; None where it loses little as written.
         joined: XLA options that it has beyond its candidate's, which join gathers and scatters of
             unrolled layers (`search/joining.py`).
     """
@@ -45,6 +47,7 @@ class Speedup(msgspec.Struct, frozen=True, kw_only=True):
     overlapped_s: float | None = None
     why: str = ""
     lost: str = ""
+    repaired: float | None = None
     joined: Mapping[str, str] = {}
 
     @property
@@ -69,7 +72,10 @@ class Speedup(msgspec.Struct, frozen=True, kw_only=True):
         why = f" ({self.why})" if self.why else ""
         if self.plain_s is None or self.times is None:
             return taken + why
-        return f"plain {milliseconds(self.plain_s)} -> {taken}, {self.times:.2f} x{why}"
+        alone = ""
+        if self.repaired is not None:
+            alone = f", {min(self.repaired, self.times):.2f} x of it by shardings (estimated)"
+        return f"plain {milliseconds(self.plain_s)} -> {taken}, {self.times:.2f} x{alone}{why}"
 
     def warning(self, step: str) -> str:
         """Return the warning to the user that the overlapped step was not taken."""

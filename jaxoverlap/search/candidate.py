@@ -66,6 +66,10 @@ class Candidate:
         """Whether its batch is not split, and it has no rings or the like."""
         return all(isinstance(edit, LAYOUTS) for edit in self.edits)
 
+    def proposes(self, kind: type) -> bool:
+        """Return whether it was proposed for edits of a kind."""
+        return any(isinstance(edit, kind) for edit in self.proposal.edits)
+
     def has(self, *kinds: type) -> bool:
         """Return whether some edits are of these kinds."""
         return any(isinstance(edit, kinds) for edit in self.edits)

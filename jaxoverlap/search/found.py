@@ -23,7 +23,13 @@ from jaxoverlap.passes.planning.ring_edits import edits_of
 from jaxoverlap.passes.planning.terms import Requests, Terms
 from jaxoverlap.passes.rewriting.prefetch import joined_bytes
 from jaxoverlap.plan.decisions import Decision, Skip
-from jaxoverlap.plan.edits import DropTypes, PinResults, ShareViews, SplitBatch
+from jaxoverlap.plan.edits import (
+    DropTypes,
+    PinResults,
+    ShareViews,
+    SplitBatch,
+    TransformPerShard,
+)
 from jaxoverlap.plan.limits import STREAM_GAIN
 from jaxoverlap.plan.plan import Plan
 from jaxoverlap.plan.price import Price
@@ -234,10 +240,17 @@ def _priced(
         saved_s["types"] = as_it_is.step_s - free.step_s
     if layouts and layouts.changes:
         saved_s["layouts"] = free.step_s - laid_s
-    if taken is not laid_out(taken):
+    transforms = [one for one in taken.line if one.proposes(TransformPerShard)]
+    for one in transforms:
+        assert one.parent is not None
+        saved_s["transforms"] = one.parent.seconds - one.seconds
+    if taken not in (
+        laid_out(taken),
+        *(one for one in transforms if one.parent is laid_out(taken)),
+    ):
         rings = any(isinstance(e, Decision) and e.num_chunks > 1 for e in entries)
         tool = "halves" if taken.has(SplitBatch) else "rings" if rings else "gathers"
-        saved_s[tool] = laid_s - one_s
+        saved_s[tool] = laid_s - one_s - saved_s.get("transforms", 0.0)
     if two_streams:
         saved_s["streams"] = one_s - taken.seconds
     price = Price(

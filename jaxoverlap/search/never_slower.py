@@ -20,7 +20,7 @@ from jaxoverlap._util.text import human_bytes
 from jaxoverlap.cost.model import CostModel
 from jaxoverlap.flags.published import COMPARED
 from jaxoverlap.flags.required import SEEN
-from jaxoverlap.plan.limits import CLEAR_GAIN, CLEARLY_EXPOSED
+from jaxoverlap.plan.limits import CLEAR_GAIN, CLEARLY_EXPOSED, MUCH_LOST
 from jaxoverlap.plan.plan import Plan
 from jaxoverlap.plan.speedup import CandidateName, Overlapped, Speedup, milliseconds
 from jaxoverlap.search.candidate import Candidate
@@ -145,6 +145,7 @@ class NeverSlower:
             step_s=taken.seconds,
             plain_s=plain.seconds,
             overlapped_s=overlapped_s,
+            repaired=self._repaired if _name(taken) in get_args(Overlapped) else None,
             joined=_joined(taken),
         )
         if speedup.taken == "overlapped":
@@ -155,6 +156,12 @@ class NeverSlower:
         elif gains(plain.seconds, overlapped.seconds, 0) and not overlapped.evaluation.refusal:
             rules = self._lost(overlapped, plain)
         return msgspec.structs.replace(speedup, why=why, lost=rules)
+
+    @property
+    def _repaired(self) -> float | None:
+        """How many times as fast the step is by its shardings alone; None if it loses little."""
+        lost = self.plan.price.lost_share if self.plan.price else 0.0
+        return 1 / (1 - lost) if lost > MUCH_LOST else None
 
     def _unknown(self, rows: Sequence[Candidate]) -> str:
         """Return why the overlapped step is not compared with the original one; "" if it is."""

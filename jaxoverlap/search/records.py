@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, Literal
 
 from jaxoverlap.passes.analysis.dims import DimNames
@@ -70,7 +70,7 @@ def layouts_of(step: StepContext, trail: Trail, taken: Candidate) -> Layouts:
     values = [*map(_pinned_value, best.known.step.edits)]
     return Layouts(
         pins=(*filter(None, values), *_pinned(jaxpr, pins, gain_s)),
-        lost=best.known.notes[PinValue].reasons if any(values) else (),
+        lost=tuple(_lost(best)),
         kept=tuple(_kept(best)),
         plain_s=plain.seconds,
         step_s=best.seconds,
@@ -84,6 +84,15 @@ def layouts_of(step: StepContext, trail: Trail, taken: Candidate) -> Layouts:
             dict.fromkeys(described(*at) for at in aborting_convolutions(step.edited.unpinned))
         ),
     )
+
+
+def _lost(best: Candidate) -> Iterator[str]:
+    """Yield what the user wrote that a layout repairs, in words."""
+    edits = best.known.step.edits
+    if any(isinstance(edit, PinArgument | PinValue) for edit in edits):
+        yield from best.known.notes[PinValue].reasons
+    why = (edit.why for edit in edits if isinstance(edit, InterleaveColumns | SumCarried))
+    yield from dict.fromkeys(why)
 
 
 def _pinned(jaxpr: Any, pins: Pins, gain_s: Any) -> list[PinnedResult]:

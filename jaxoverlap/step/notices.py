@@ -8,7 +8,7 @@ from typing import NamedTuple
 from jaxoverlap._jax import jits
 from jaxoverlap._util.text import first_line
 from jaxoverlap.passes.analysis.mesh import MeshError, NoMeshError
-from jaxoverlap.plan.edits import PinArgument, PinValue
+from jaxoverlap.plan.edits import REPAIRS
 from jaxoverlap.plan.limits import MUCH_LOST
 from jaxoverlap.plan.plan import Plan
 
@@ -53,10 +53,10 @@ def not_rewritten(name: str, plan: Plan) -> Notice:
 
 def repaired(plan: Plan) -> Notice | None:
     """Word the notice that a step loses much time by how it is written; None if it does not."""
-    pinned = any(isinstance(edit, PinArgument | PinValue) for edit in plan.edits)
-    if plan.price is None or not pinned:
+    repairs = any(isinstance(edit, REPAIRS) for edit in plan.edits)
+    if plan.price is None or not repairs:
         return None
-    share = plan.price.saved_s.get("layouts", 0.0) / plan.price.plain_s
+    share = plan.price.lost_share
     if share <= MUCH_LOST:
         return None
     return Notice(

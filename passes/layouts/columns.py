@@ -31,6 +31,7 @@ from jaxoverlap.passes.analysis.partitioned import Shardings
 from jaxoverlap.passes.edited import EditedStep, check_named, check_sites, misfit
 from jaxoverlap.passes.evaluated import Evaluated, Proposal
 from jaxoverlap.passes.layouts.fused import LHS, OUT, RHS, Part, parts_of, sections_of
+from jaxoverlap.passes.planning.entries import source_of
 from jaxoverlap.passes.rewriting.pin_results import dims_of, is_even
 from jaxoverlap.plan.edits import InterleaveColumns
 
@@ -91,6 +92,7 @@ def _interleaved(
             if is_even(values[other].aval.shape, tuple(weight), mesh):
                 yield InterleaveColumns(
                     site=dot.index,
+                    source=source_of(dot),
                     dims=(dims.get(LHS), dims.get(RHS), dims.get(OUT)),
                     parted=side,
                     sections=sections_of(parts),

@@ -114,7 +114,7 @@ def propose_starts(step: Evaluated) -> Iterator[Proposal]:
 
 
 def propose_lookups(step: Evaluated) -> Iterator[Proposal]:
-    """Propose to pin the rows that are looked up in tables to the layout of a step.
+    """Propose to pin what is looked up in tables to the layout of a step.
 
     What is looked up begins the residual stream, which no matmul has made: XLA shards it as the
     table and the indices are, and all-reduces it.

@@ -31,6 +31,7 @@ from jaxoverlap._jax import compat
 from jaxoverlap.passes.analysis.dims import DimNames, Name
 from jaxoverlap.passes.edited import EditedStep, check_named, misfit
 from jaxoverlap.passes.evaluated import Evaluated, Proposal
+from jaxoverlap.passes.planning.entries import line_of
 from jaxoverlap.passes.rewriting.late_sums import axes_by_name
 from jaxoverlap.passes.rewriting.partial_sums import (
     KEEPS_TOTAL,
@@ -92,6 +93,7 @@ class _Carried:
     Attributes:
         scan: the number of the scan.
         carry: the position of the carry.
+        source: the source line of the scan.
         sums: the dims that each sum adds up, and the mesh axes on them.
         axes: the mesh axes that all of them add up over.
         free: those that do not shard the total.
@@ -99,12 +101,15 @@ class _Carried:
 
     scan: int
     carry: int
+    source: str
     sums: tuple[Summand, ...]
     axes: _Axes
     free: _Axes
 
     def edit(self, axes: _Axes) -> SumCarried:
-        return SumCarried(scan=self.scan, carry=self.carry, axes=axes, sums=self.sums)
+        return SumCarried(
+            scan=self.scan, carry=self.carry, source=self.source, axes=axes, sums=self.sums
+        )
 
 
 def _carried(step: Evaluated) -> Iterator[_Carried]:
@@ -138,7 +143,7 @@ def _carried(step: Evaluated) -> Iterator[_Carried]:
                 done |= rewriter.inner
                 own = _own_axes(names.of(total), edited, names)
                 free = tuple(axis for axis in common if axis not in own)
-                yield _Carried(number, carry, tuple(sums), common, free)
+                yield _Carried(number, carry, line_of(scan, ()), tuple(sums), common, free)
 
 
 def _accumulates(scan: Any, carry: int) -> bool:

@@ -358,5 +358,5 @@ def _is_zero_literal(atom: Any) -> bool:
 
 
 def _with(values: Sequence[Any], place: int, value: Any) -> list[Any]:
-    """Return values with another one at one place."""
+    """Return values with another one at one index."""
     return [value if n == place else v for n, v in enumerate(values)]

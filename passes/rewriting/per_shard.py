@@ -1,4 +1,4 @@
-"""Fourier transforms on each device's own rows: XLA's partitioner gathers their operands whole.
+"""Fourier transforms of each device's own shard: XLA's partitioner gathers all of the operand.
 
     y: [b@data, s, d] = fft x: [b@data, s, d]          # all-gather of x; each device computes all
 
@@ -33,7 +33,7 @@ from jaxoverlap.plan.edits import Spec, TransformPerShard
 
 
 def run(step: EditedStep, edits: Sequence[TransformPerShard]) -> EditedStep:
-    """Compute the Fourier transforms that edits name on each device's own rows."""
+    """Compute the Fourier transforms that edits name on each device's own shard."""
     by_body: dict[int, dict[int, TransformPerShard]] = {}
     every = {body.index: body for body in bodies(step.jaxpr)}
     for edit in edits:
@@ -68,7 +68,7 @@ def run(step: EditedStep, edits: Sequence[TransformPerShard]) -> EditedStep:
 
 
 def propose(step: Evaluated) -> Iterator[Proposal]:
-    """Propose to compute all Fourier transforms of a step on each device's own rows."""
+    """Propose to compute all Fourier transforms of a step on each device's own shard."""
     if explicit_axes(step.step.mesh):
         return
     every = [body for body in bodies(step.step.jaxpr) if not body.opaque]
@@ -96,7 +96,7 @@ def _of_arguments(step: EditedStep, names: DimNames) -> dict[Name, tuple[str, ..
 
 
 def _spec(eqn: Any, names: DimNames, axes: Mapping[Name, tuple[str, ...]], mesh: Mesh) -> Spec:
-    """Return how the operand of a transform is sharded, so that each device has whole ones."""
+    """Return a sharding of a transform's operand that leaves the transformed dims unsharded."""
     (operand,) = eqn.invars
     shape, transformed = operand.aval.shape, _transformed(eqn)
     spec: list[tuple[str, ...]] = [()] * len(shape)

@@ -166,7 +166,7 @@ def test_sums_of_microbatches_are_added_up_once(remat, scanned):
     # The scale is not sharded by any axis, so a part has the size of the total anyway.
     assert [edit.axes for edit in free] == [("replica",)] * 3 + [("replica", "fsdp")]
     assert [edit.axes for edit in every] == [("replica", "fsdp")] * 4
-    assert str(free[0]).startswith("add up carry 0 of scan")
+    assert str(free[0]).startswith("add up carry 0 of the scan at rewriting/test_carried_sums.py")
     assert str(free[0]).endswith("over replica behind it")
 
 

@@ -76,7 +76,7 @@ def test_numbers_are_those_without_devices(step, axes, spec):
     (proposal,) = per_shard.propose(evaluated_of(edited))
     assert len(proposal.edits) == (2 if step is mixing else 4)
     assert all("data" in edit.spec[0] for edit in proposal.edits)
-    assert "transform each device's rows at" in str(proposal.edits[0])
+    assert "transform each device's shard at" in str(proposal.edits[0])
     jaxpr = apply(edited, proposal.edits).jaxpr
     run = jax.jit(lambda *xs: jax.core.eval_jaxpr(jaxpr, (), *xs))
     for one, theirs in zip(run(*args), jax.jit(step)(w, x), strict=True):
