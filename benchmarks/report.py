@@ -27,6 +27,7 @@ from benchmarks.pods import rows as pods
 from benchmarks.pods.suite import SCHEDULED
 from benchmarks.strangers import pods as strangers
 from benchmarks.varlen import table as varlen
+from benchmarks.written import rows as written
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
@@ -197,6 +198,12 @@ def _gpu(name: str, module: Any) -> str:
     return f"{markdown(columns, cells, numbers)}\n\n{said}\n{_on(known) if known else ''}".strip()
 
 
+def _written() -> str:
+    rows = read_rows(RESULTS / "written.jsonl")
+    table = markdown(written.COLUMNS, written.cells(rows), written.COLUMNS[2:])
+    return f"{table}\n\n{measured_at(rows)}"
+
+
 TABLES: Mapping[str, Callable[[], str]] = {
     "pods": _pods,
     "suite": _suite,
@@ -210,6 +217,7 @@ TABLES: Mapping[str, Callable[[], str]] = {
     "third party": _third_party,
     "local updates": _local_updates,
     "varlen": _varlen,
+    "written": _written,
     "gpu race": partial(_gpu, "race", race),
     "gpu kernels": partial(_gpu, "kernels", kernels),
     "gpu curve": partial(_gpu, "curve", curve),

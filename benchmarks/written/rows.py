@@ -48,19 +48,26 @@ def ratio(rows: Sequence[Row], name: str) -> float | None:
     return ours / expert if ours and expert else None
 
 
-def table(rows: Sequence[Row]) -> Table:
-    """Make the table of the rows."""
-    made = sheet("steps as written and by an expert, by simulation", COLUMNS, words=COLUMNS[:2])
+def cells(rows: Sequence[Row]) -> list[tuple[str, ...]]:
+    """Return the cells of each step: its milliseconds by version and row, and the ratio."""
+    made = []
     for name, step in STEPS.items():
         known = {
-            (row["version"], row["row"]): row["step_s"] * 1e3
+            (row["version"], row["row"]): row["step_s"]
             for row in rows
             if row["step"] == name and row.get("step_s")
         }
         if known:
-            versions = (AS_WRITTEN, EXPERT)
-            pairs = ((v, r) for v in versions for r in (PLAIN, OVERLAPPED))
-            cells = (f"{known[pair]:.1f}" if pair in known else "" for pair in pairs)
+            pairs = ((v, r) for v in (AS_WRITTEN, EXPERT) for r in (PLAIN, OVERLAPPED))
+            ms = (f"{known[pair] * 1e3:.1f}" if pair in known else "" for pair in pairs)
             times = ratio(rows, name)
-            made.add_row(name, step.about, *cells, f"{times:.2f}" if times else "")
+            made.append((name, step.about, *ms, f"{times:.2f}" if times else ""))
+    return made
+
+
+def table(rows: Sequence[Row]) -> Table:
+    """Make the table of the rows."""
+    made = sheet("steps as written and by an expert, by simulation", COLUMNS, words=COLUMNS[:2])
+    for row in cells(rows):
+        made.add_row(*row)
     return made
