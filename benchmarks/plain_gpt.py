@@ -119,6 +119,7 @@ def make_step(
     pinned: dict[str, P],
     mlp: MLP = plain_mlp,
     einsum: Einsum = jnp.einsum,
+    policy: Callable[..., Any] | None = None,
 ) -> Callable[..., Any]:
     """A jitted step(weights, moments, inputs, targets) -> (weights, moments, loss).
 
@@ -130,6 +131,7 @@ def make_step(
         mlp: of every layer.
         einsum: all other matmuls; `jaxoverlap.einsum` has the three of queries, keys and values as
             one.
+        policy: what the remat of a layer keeps; None: nothing.
     """
 
     def pin(x: jax.Array, name: str) -> jax.Array:
@@ -139,7 +141,7 @@ def make_step(
 
     def step(weights, moments, inputs, targets):
         loss, gradients = jax.value_and_grad(loss_of)(
-            weights, inputs, targets, sizes, pin, mlp, einsum
+            weights, inputs, targets, sizes, pin, mlp, einsum, policy
         )
         updates, moments = optimizer().update(gradients, moments, weights)
         return optax.apply_updates(weights, updates), moments, loss
@@ -159,6 +161,7 @@ def loss_of(
     pin: Pin,
     mlp: MLP,
     einsum: Einsum = jnp.einsum,
+    policy: Callable[..., Any] | None = None,
 ) -> jax.Array:
     """The mean cross-entropy of the next token, in nats; matmuls are in bfloat16."""
     x = pin(weights["embedding"].astype(jnp.bfloat16)[inputs], "stream")
@@ -167,7 +170,8 @@ def loss_of(
         weights = jax.tree.map(lambda w: w.astype(jnp.bfloat16), weights)
         return block(x, weights, sizes, pin, mlp, einsum), None
 
-    x = jax.lax.scan(jax.checkpoint(layer, prevent_cse=False), x, weights["layers"])[0]
+    remat = jax.checkpoint(layer, prevent_cse=False, policy=policy)
+    x = jax.lax.scan(remat, x, weights["layers"])[0]
     logits = pin(einsum("bsd,dv->bsv", x, weights["head"].astype(jnp.bfloat16)), "logits")
     wide = logits.astype(jnp.float32)
     at_target = jnp.sum(wide * jax.nn.one_hot(targets, sizes.vocab), axis=-1)

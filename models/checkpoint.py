@@ -20,6 +20,7 @@ from models.config import Mistake, Run
 # writes, and in which processes it runs.
 FREE = {"steps", "plain", "halves", "plan", "checkpoint", "save_every", "metrics", "log_every"}
 FREE |= {
+    "memory",
     "attention",
     "workers",
     "profile",

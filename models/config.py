@@ -33,6 +33,7 @@ class Run:
     plain: Annotated[bool, Option("--plain", help="Run the step as it is written.")] = False
     ops: Annotated[bool, Option("--ops", help="Matmuls partition themselves.")] = False
     halves: Annotated[int | None, Option(help="Parts in which rows run; else by price.")] = None
+    memory: Annotated[str | None, Option(help="A share, as 0.9, or 70GB; keeps more.")] = None
     plan: Annotated[Path | None, Option(help="Follow process 0's plan in this file.")] = None
     checkpoint: Annotated[Path | None, Option(help="Save here, and resume.")] = None
     save_every: Annotated[int, Option(help="Steps.")] = 50
@@ -125,8 +126,10 @@ class Run:
         stated = [name for name in names if getattr(self, name) is not None]
         if stated and not self.local_updates:
             yield f"{', '.join(stated)} without local_updates: these are of its outer optimizer"
-        if self.plan and (self.plain or self.halves):
-            yield "--plan says what is overlapped: leave out --plain and --halves"
+        if self.plan and (self.plain or self.halves or self.memory):
+            yield "--plan says what is overlapped: leave out --plain, --halves and --memory"
+        if self.memory and (self.plain or self.ops or self.has_workers):
+            yield "--memory is of the overlapped step: leave out --plain, --ops and --compress"
         for name, by, divisor in self.divisors():
             if getattr(self, name) % divisor:
                 yield (

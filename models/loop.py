@@ -134,7 +134,10 @@ def overlapped(step: Any, config: Run) -> Any:
         except (OSError, ValueError) as error:
             raise Mistake(f"--plan {path}: {error}") from error
         return jaxoverlap.overlap(step, plan=plan)
-    return jaxoverlap.overlap(step, halves=config.halves or "auto")
+    try:
+        return jaxoverlap.overlap(step, halves=config.halves or "auto", memory=config.memory)
+    except ValueError as error:  # of --memory, as --halves is checked before
+        raise Mistake(str(error)) from error
 
 
 @contextlib.contextmanager

@@ -1,9 +1,10 @@
 """Apply edits to a step, one kind after the other: `overlap(plan=)` is this and nothing else.
 
-    step --[DropTypes]--> --[PinArgument, PinValue]--> --[GatherTable, Pin, PinResults]-->
-         --[InterleaveColumns]--> --[MoveFirst]--> --[SumCarried]--> --[SplitBatch, Pin]-->
-         --[ScatterLookup]--> --[MakeRing, ReadGathered]--> --[GatherAhead]-->
-         --[TransformPerShard]--> --[SumLate]--> --[SplitExchange]--> --[ShareViews]-->
+    step --[DropTypes]--> --[Keep]--> --[PinArgument, PinValue]-->
+         --[GatherTable, Pin, PinResults]--> --[InterleaveColumns]--> --[MoveFirst]-->
+         --[SumCarried]--> --[SplitBatch, Pin]--> --[ScatterLookup]--> --[MakeRing, ReadGathered]-->
+         --[GatherAhead]--> --[TransformPerShard]--> --[SumLate]--> --[SplitExchange]-->
+         --[ShareViews]-->
 
 Edits that follow each other and are of one pass are applied together (`registry.PASSES`). Matmuls
 count as the edits before have left them. Nothing is asked of XLA: an edit carries the shardings

@@ -9,6 +9,7 @@ from typing import Any
 from jaxoverlap.passes.edited import EditedStep
 from jaxoverlap.passes.evaluated import Evaluated, Proposal
 from jaxoverlap.passes.halves import halve, split_exchange
+from jaxoverlap.passes.keep import keep
 from jaxoverlap.passes.layouts import columns, moved_first, pins, tied, values
 from jaxoverlap.passes.rewriting import (
     carried_sums,
@@ -26,6 +27,7 @@ from jaxoverlap.plan.edits import (
     GatherAhead,
     GatherTable,
     InterleaveColumns,
+    Keep,
     MakeRing,
     MoveFirst,
     Pin,
@@ -67,6 +69,7 @@ class RegisteredPass:
 
 PASSES = (
     RegisteredPass("types dropped", (DropTypes,), drop_types.run),
+    RegisteredPass("values kept", (Keep,), keep.run),
     RegisteredPass("values pinned", (PinArgument, PinValue), values.run),
     RegisteredPass("tied tables", (GatherTable,), tied.run, tied.propose),
     RegisteredPass("pins", (Pin,), pins.run),

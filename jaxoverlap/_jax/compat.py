@@ -167,6 +167,11 @@ def stacked_var(var: Any, length: int) -> Any:
     return shaped_var(var, (length, *var.aval.shape))
 
 
+def typed_stack_var(var: Any, length: int) -> Any:
+    """A new variable for what a scan stacks of a value, with all that its type says."""
+    return core.Var(core.unmapped_leading_aval(length, var.aval))
+
+
 def sized_var(var: Any, dim: int, size: int) -> Any:
     """A new variable of the same type, but for the size of one dim."""
     shape = var.aval.shape
@@ -184,6 +189,11 @@ def unused_var(var: Any) -> Any:
     return core.DropVar(var.aval)
 
 
+def is_dropped(var: Any) -> bool:
+    """Return whether a result has no name, as nobody reads it."""
+    return isinstance(var, core.DropVar)
+
+
 def int_var() -> Any:
     """A new variable: an int32."""
     return core.Var(core.ShapedArray((), np.dtype(np.int32)))
@@ -198,6 +208,39 @@ def with_binders(jaxpr: Jaxpr, invars: Sequence[Any], outvars: Sequence[Any]) ->
     """A jaxpr with other operands and results, which have no names."""
     debug_info = jaxpr.debug_info.with_unknown_names()
     return jaxpr.replace(invars=list(invars), outvars=list(outvars), debug_info=debug_info)
+
+
+def without_dead(jaxpr: Jaxpr) -> Jaxpr:
+    """A jaxpr of the same operands and results without equations that neither these need."""
+    return pe.dce_jaxpr(jaxpr, [True] * len(jaxpr.outvars), instantiate=True)[0]
+
+
+def without_dead_operands(remat: JaxprEqn) -> JaxprEqn:
+    """A remat without equations in its body, and operands, that its results do not need."""
+    body = remat.params["jaxpr"]
+    live, used = pe.dce_jaxpr(body, [True] * len(body.outvars))
+    invars = [atom for atom, uses in zip(remat.invars, used, strict=True) if uses]
+    return remat.replace(invars=invars, params={**remat.params, "jaxpr": live})
+
+
+def with_one_result(eqn: JaxprEqn, number: int) -> tuple[list[bool], JaxprEqn]:
+    """An equation with one of its results and what that needs; which operands it still has."""
+    used = [n == number for n in range(len(eqn.outvars))]
+    read, alone = pe.dce_rules[eqn.primitive](used, [True] * len(eqn.invars), eqn)
+    assert alone is not None
+    return read, alone
+
+
+def keeps_precision(eqn: JaxprEqn) -> bool:
+    """Return whether a `reduce_precision` leaves a value all of its type's bits."""
+    info = jax.numpy.finfo(eqn.outvars[0].aval.dtype)  # type: ignore[attr-defined]
+    bits = eqn.params["exponent_bits"], eqn.params["mantissa_bits"]
+    return bits == (info.nexp, info.nmant)
+
+
+def numeric_context(eqn: JaxprEqn) -> tuple[Any, ...]:
+    """The parts of an equation's context that its results depend on: who computes, which bits."""
+    return eqn.ctx.compute_type, eqn.ctx.threefry_partitionable
 
 
 def evaluate(jaxpr: Jaxpr, operands: Sequence[Any]) -> list[Any]:
@@ -396,3 +439,8 @@ def source_line(eqn: JaxprEqn) -> tuple[str, int, str]:
     if frame is None:
         return "<unknown>", 0, ""
     return frame.file_name, frame.start_line, frame.function_name
+
+
+def barrier(value: Any) -> list[Any]:
+    """A value as it is, across which XLA moves nothing; to trace it by `inlining.inline`."""
+    return [jax.lax.optimization_barrier(value)]

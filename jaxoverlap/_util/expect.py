@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import numbers
+import re
 import reprlib
 from typing import Any
 
@@ -45,6 +46,27 @@ def expect_seconds(name: str, value: Any) -> None:
         ValueError: if it is none.
     """
     expect(is_number(value) and value > 0, name, value, "seconds, more than zero")
+
+
+_MEMORY = re.compile(r"(\d+(?:\.\d+)?) ?(MB|GB|TB)?")
+_BYTES = {"MB": 1e6, "GB": 1e9, "TB": 1e12}
+
+
+def expect_memory(name: str, value: Any) -> float | None:
+    """Return a share of a device's memory, or bytes above 1; None for None.
+
+    Raises:
+        ValueError: unless it is a number above 0 and up to 1, a text as "0.9" or "70GB", or None.
+    """
+    if value is None:
+        return None
+    parsed = _MEMORY.fullmatch(value.strip()) if isinstance(value, str) else None
+    number = float(parsed[1]) if parsed else float(value) if is_number(value) else 0.0
+    unit = parsed[2] if parsed else None
+    share, size = (0.0, number * _BYTES[unit]) if unit else (number, 0.0)
+    what = "a share of the device's memory up to 1, as 0.9, or a size, as '70GB'"
+    expect(0 < share <= 1 or size > 1, name, value, what)
+    return size or share
 
 
 def expect_one_of(name: str, value: object, *choices: str | None) -> None:

@@ -8,7 +8,14 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any, overload
 
 from jaxoverlap._jax.jit_wrappers import arguments_reach
-from jaxoverlap._util.expect import expect, expect_flag, expect_one_of, expect_seconds, is_integer
+from jaxoverlap._util.expect import (
+    expect,
+    expect_flag,
+    expect_memory,
+    expect_one_of,
+    expect_seconds,
+    is_integer,
+)
 from jaxoverlap.api.overlapped import Overlapped
 from jaxoverlap.cost.find import cost_model
 from jaxoverlap.hardware.cluster import Cluster, cluster_from
@@ -40,6 +47,9 @@ def overlap(
     agree_within_s: float = ...,
     never_slower: bool = ...,
     prices: str | os.PathLike[str] | None = ...,
+    memory: float | str | None = ...,
+    keep: Collection[str] = ...,
+    recompute: Collection[str] = ...,
 ) -> Overlapped: ...
 @overload
 def overlap(
@@ -60,6 +70,9 @@ def overlap(
     agree_within_s: float = ...,
     never_slower: bool = ...,
     prices: str | os.PathLike[str] | None = ...,
+    memory: float | str | None = ...,
+    keep: Collection[str] = ...,
+    recompute: Collection[str] = ...,
 ) -> Callable[[Callable[..., Any]], Overlapped]: ...
 def overlap(
     fn: Callable[..., Any] | None = None,
@@ -79,6 +92,9 @@ def overlap(
     agree_within_s: float = 20.0,
     never_slower: bool = True,
     prices: str | os.PathLike[str] | None = None,
+    memory: float | str | None = None,
+    keep: Collection[str] = (),
+    recompute: Collection[str] = (),
 ) -> Overlapped | Callable[[Callable[..., Any]], Overlapped]:
     """Hide a train step's collectives behind its matmuls.
 
@@ -129,8 +145,8 @@ def overlap(
             the environment variable JAXOVERLAP_STREAMS=one.
         schedule: how the scheduler pass may order the compiled step on GPUs; None for XLA's order.
         plan: a `Plan` or the path of its file. It replaces skip, granularity, fsdp, layouts,
-            halves, streams and schedule, and is for one step, mesh, cluster and version: the first
-            call refuses any other.
+            halves, streams, schedule, memory and keep, and is for one step, mesh, cluster and
+            version: the first call refuses any other.
         tune: search for the plan at the first call with arguments of a type, as `tune` does; a
             `Tuning` has its settings. Results are cached for later runs. With several processes,
             process 0 tunes and the others wait for its plan.
@@ -147,15 +163,20 @@ def overlap(
         prices: a file of measured costs that `python -m jaxoverlap.calibrate --here` wrote, for
             devices without a cost table, CPUs included. The file names the cluster, so leave out
             `cluster`.
+        memory: the memory that a device may need: a share of its own, as in 0.9, or as in "70GB".
+            Values that `jax.checkpoint` would compute again are then kept as long as the step is
+            faster for it; the compiled step needs no more, or is refused. None keeps what the
+            program keeps. Needs a cost table of the GPU.
+        keep, recompute: values that are kept in any case, or are not kept by `memory`: names of
+            `jax.ad_checkpoint.checkpoint_name`, or source lines ("gpt.py:88"), of values that
+            `jax.checkpoint` computes again.
 
     Raises:
         ValueError: if an argument has another value than these, `cluster` does not parse, the
             plan's file is damaged, or an argument is given that the plan replaces.
         OSError: if the plan's file cannot be read.
     """
-    lines = tuple(skip) if isinstance(skip, Iterable) and not isinstance(skip, str) else None
-    if lines is None or not all(isinstance(line, str) for line in lines):
-        raise ValueError(f"skip={skip!r}: expected source lines or modules, as in skip=('a.py:8',)")
+    lines: tuple[str, ...] = _names("skip", skip, "source lines or modules")
     expect_one_of("on_error", on_error, "raise", "plain")
     named = None if cluster is None else cluster_from(cluster)
     expect_one_of("fsdp", fsdp, "prefetch", "ring", None)
@@ -174,6 +195,16 @@ def overlap(
     expect(is_path, "prices", prices, "the path of a file that jaxoverlap.calibrate wrote")
     if prices is not None and (cluster is not None or plan is not None):
         raise ValueError("prices= with cluster= or plan=: give prices= alone, it replaces both")
+    most = expect_memory("memory", memory)
+    always, never = _names("keep", keep), _names("recompute", recompute)
+    if both := {*always} & {*never}:
+        raise ValueError(f"keep= and recompute= both name {sorted(both)[0]!r}: leave it out of one")
+    if never and most is None:
+        raise ValueError("recompute= without memory=: nothing but memory= keeps more than was said")
+    if tune and (most is not None or always):
+        raise ValueError(
+            "tune= with memory= or keep=: a tuning does not choose what is kept. Leave tune= out"
+        )
     tuning = Tuning() if tune is True else tune or None
     if plan is not None:
         if tuning:
@@ -189,6 +220,9 @@ def overlap(
             raise ValueError(_said_twice(["halves"]))
         if streams != "auto":
             raise ValueError(_said_twice(["streams"]))
+        kept = {"memory": most, "keep": always, "recompute": never}
+        if twice := [name for name, value in kept.items() if value]:
+            raise ValueError(_said_twice(twice))
         options = Options(
             plan=_read(plan),
             cluster=named,
@@ -211,6 +245,9 @@ def overlap(
             agree_within_s=agree_within_s,
             never_slower=never_slower,
             prices=None if prices is None else cost_model(table=prices),
+            memory=most,
+            keep=always,
+            recompute=never,
         )
     if fn is None:
         return lambda fn: Overlapped(fn, options, tuning)
@@ -257,6 +294,18 @@ def tune(
     return arguments_reach(
         step._wrapped_jit, functools.partial(step._tune, tuning), tuple(args), dict(kwargs or {})
     )
+
+
+def _names(option: str, given: Any, what: str = "checkpoint names or lines") -> tuple[str, ...]:
+    """Return names as a tuple.
+
+    Raises:
+        ValueError: if they are something else, as one string is.
+    """
+    names = tuple(given) if isinstance(given, Iterable) and not isinstance(given, str) else None
+    if names is None or not all(isinstance(name, str) for name in names):
+        raise ValueError(f"{option}={given!r}: expected {what}, as in {option}=('a.py:8',)")
+    return names
 
 
 def _said_twice(names: Sequence[str]) -> str:

@@ -12,6 +12,7 @@ from typing import Annotated, Any, Literal
 
 import msgspec
 
+from jaxoverlap._util.text import human_bytes
 from jaxoverlap.plan.collectives import Kind
 from jaxoverlap.plan.decisions import Variant
 
@@ -41,6 +42,30 @@ class DropTypes(_Edit, frozen=True, kw_only=True):
     def __str__(self) -> str:
         free = ", those that JAX inferred left to XLA" if self.inferred else ""
         return f"make the shardings in types constraints{free}"
+
+
+class Keep(_Edit, frozen=True, kw_only=True):
+    """A value of the forward pass is saved for the backward pass, and not recomputed.
+
+    Attributes:
+        source, name: the line that computes it, and its checkpoint name, if it has one.
+        value: its type.
+        places: where it is computed again: the number of the remat, counted through the step with
+            its jits opened, and of the equation and the result in that; one for each equal layer.
+        bytes_kept: what a device keeps of it, in all; 0 where that is not known.
+    """
+
+    source: str
+    name: str = ""
+    value: str
+    places: Annotated[tuple[tuple[int, int, int], ...], msgspec.Meta(min_length=1)]
+    bytes_kept: int = 0
+
+    def __str__(self) -> str:
+        named = f" ({self.name})" if self.name else ""
+        size = f", {human_bytes(self.bytes_kept)}" if self.bytes_kept else ""
+        layers = f" of {len(self.places)} remats" if len(self.places) > 1 else ""
+        return f"keep {self.value} of {self.source}{named}{layers}{size}"
 
 
 class GatherTable(_Edit, frozen=True, kw_only=True):
@@ -441,15 +466,16 @@ class ShareViews(_Edit, frozen=True, kw_only=True):
 
 
 Edit = (
-    DropTypes | PinArgument | PinValue | GatherTable | Pin | PinResults | InterleaveColumns
-    | MoveFirst | SumCarried | SplitBatch | ScatterLookup | ReadGathered | MakeRing | GatherAhead
-    | TransformPerShard | SumLate | SplitExchange | ShareViews
+    DropTypes | Keep | PinArgument | PinValue | GatherTable | Pin | PinResults
+    | InterleaveColumns | MoveFirst | SumCarried | SplitBatch | ScatterLookup | ReadGathered
+    | MakeRing | GatherAhead | TransformPerShard | SumLate | SplitExchange | ShareViews
 )  # fmt: skip
 
 
 # The order of edits. Pins stand before a batch split, and after it for the matmuls of its parts.
 ORDER: tuple[tuple[type[_Edit], ...], ...] = (
     (DropTypes,),
+    (Keep,),
     (PinArgument, PinValue),
     (GatherTable, Pin, PinResults),
     (InterleaveColumns,),
@@ -465,7 +491,7 @@ ORDER: tuple[tuple[type[_Edit], ...], ...] = (
     (SplitExchange,),
     (ShareViews,),
 )
-_AFTER_SPLIT = 7
+_AFTER_SPLIT = 8
 LAYOUTS = tuple(kind for kinds in ORDER[: _AFTER_SPLIT - 1] for kind in kinds)
 """The kinds of edits that come before a batch split and before rings."""
 REPAIRS = (PinArgument, PinValue, InterleaveColumns, SumCarried)

@@ -29,7 +29,18 @@ from jaxoverlap.plan.decisions import (
     Variant,
     without_rings,
 )
-from jaxoverlap.plan.edits import Edit, MakeRing, Pin, SplitBatch, SplitExchange, SumLate
+from jaxoverlap.plan.edits import (
+    DropTypes,
+    Edit,
+    Keep,
+    MakeRing,
+    Pin,
+    PinResults,
+    SplitBatch,
+    SplitExchange,
+    SumLate,
+    in_order,
+)
 from jaxoverlap.plan.price import Price
 from jaxoverlap.plan.table import (
     cluster_lines,
@@ -197,22 +208,29 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
         return tuple(e for e in self.entries if isinstance(e, Skip))
 
     def left_alone(
-        self, schedule: Schedule | None = None, xla_options: Mapping[str, str] | None = None
+        self,
+        schedule: Schedule | None = None,
+        xla_options: Mapping[str, str] | None = None,
+        *,
+        keeps: bool = False,
     ) -> Plan:
-        """The plan that leaves the same step as it is.
+        """The plan that leaves the same step as it is, but for what it keeps.
 
         Args:
             schedule: the scheduler pass that it is compiled with all the same.
             xla_options: compiler options that it is compiled with.
+            keeps: whether it keeps what this one keeps.
         """
         why = Reason("skipped", "the original step is faster")
+        kept = tuple(edit for edit in self.edits if isinstance(edit, Keep)) if keeps else ()
+        before = (edit for edit in self.edits if isinstance(edit, DropTypes | PinResults))
         return msgspec.structs.replace(
             self,
-            edits=(),
+            edits=tuple(in_order([*before, *kept])) if kept else (),
             entries=without_rings(self.entries, why),
             applied=(),
             notes=(),
-            plain=True,
+            plain=not kept,
             price=None,
             schedule=schedule,
             xla_options=xla_options or {},

@@ -39,6 +39,7 @@ class Speedup(msgspec.Struct, frozen=True, kw_only=True):
             would have written it, estimated; None where it loses little as written.
         joined: XLA options that it has beyond its candidate's, which join gathers and scatters of
             unrolled layers (`search/joining.py`).
+        room: the bytes that may be kept, where `memory=` left fewer than was estimated; else None.
     """
 
     taken: CandidateName
@@ -49,6 +50,7 @@ class Speedup(msgspec.Struct, frozen=True, kw_only=True):
     lost: str = ""
     repaired: float | None = None
     joined: Mapping[str, str] = {}
+    room: int | None = None
 
     @property
     def is_overlapped(self) -> bool:

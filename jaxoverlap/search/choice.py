@@ -6,8 +6,9 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -19,19 +20,21 @@ import msgspec
 from jaxoverlap._jax import jits
 from jaxoverlap._jax.jobs import peak_bytes
 from jaxoverlap._util.files import kept_folder
-from jaxoverlap._util.text import first_line, warn
+from jaxoverlap._util.text import first_line, human_bytes, warn
 from jaxoverlap.flags import is_gpu
 from jaxoverlap.flags.published import COMPARED, accepted
 from jaxoverlap.flags.required import NVLINK_STREAM, SEEN
+from jaxoverlap.passes.analysis.errors import UserError
 from jaxoverlap.plan.plan import Plan
 from jaxoverlap.plan.speedup import CandidateName, Speedup
 from jaxoverlap.search.candidate import Candidate
 from jaxoverlap.search.compiled import MOST_WORKERS, Compiler, writable
 from jaxoverlap.search.found import found
+from jaxoverlap.search.kept import most_bytes, with_less
 from jaxoverlap.search.never_slower import NeverSlower
 from jaxoverlap.search.search import search_compiled
 from jaxoverlap.step.context import StepContext, mesh_of, prepare
-from jaxoverlap.step.options import Options
+from jaxoverlap.step.options import Options, memory_text
 from jaxoverlap.step.pipeline import PassResult
 from jaxoverlap.step.processes import handed, processes_of
 from jaxoverlap.step.program import (
@@ -77,14 +80,66 @@ class CompiledChoice:
         plans: dict[CandidateName, Plan] = {
             "overlapped": rings,
             **{name: plan for name, (plan, _) in self.program.close.items()},
-            "reordered": rings.left_alone(rings.schedule, streams),
+            "reordered": rings.left_alone(rings.schedule, streams, keeps=True),
             "plain": rings.left_alone(),
         }
         for name in COMPARED:
             options = streams | accepted(name, device)[0]
-            plans[name] = rings.left_alone(rings.schedule, options)
+            plans[name] = rings.left_alone(rings.schedule, options, keeps=True)
         made = {name: Candidate.planned(name, plan) for name, plan in plans.items()}
-        return NeverSlower(made, cost, reorders=self.options.schedule is not None)
+        most = most_bytes(self.options, cost)
+        return NeverSlower(made, cost, reorders=self.options.schedule is not None, most_bytes=most)
+
+    def keeping_less(self, compiled: Callable[[Candidate], Candidate]) -> CompiledChoice | None:
+        """Return the choice with fewer residuals, if a step needs more than `memory=` states.
+
+        Args:
+            compiled: compiles a candidate.
+        """
+        if self.options.memory is None:
+            return None
+        assert self.program.cost is not None and self.program.plan is not None
+        most = most_bytes(self.options, self.program.cost)
+        overlapped = compiled(self.candidates().candidates["overlapped"])
+        if (peak_bytes := overlapped.evaluation.peak_bytes) <= most:
+            return None
+        less = with_less(self.options, self.program.plan.edits, peak_bytes - most)
+        if less is None:
+            return None
+        warn(
+            f"{self.program.plan.step} needs {human_bytes(peak_bytes)} as compiled, of "
+            f"{human_bytes(most)} that memory= states: it keeps less"
+        )
+        return self.with_room(less.room)
+
+    def compiled_in_child(self, candidate: Candidate) -> Candidate:
+        """Compile a candidate in a child."""
+        (one,) = self.compiler().evaluated([candidate])
+        return one
+
+    def with_room(self, room: int | None) -> CompiledChoice:
+        """Return the choice for a step that keeps at most so many bytes more than as written."""
+        if room == self.options.room:
+            return self
+        options = replace(self.options, room=room)
+        return CompiledChoice(self.call, step_program(self.call, options, found), options)
+
+    def check(self, taken: Candidate) -> None:
+        """Refuse a compiled step that needs more memory than `memory=` states.
+
+        Raises:
+            UserError: if it does.
+        """
+        if self.options.memory is None or self.program.cost is None:
+            return
+        most, needed = most_bytes(self.options, self.program.cost), taken.evaluation.peak_bytes
+        if needed > most:
+            raise UserError(
+                f"memory={memory_text(self.options.memory)}: a device needs {human_bytes(needed)}, "
+                f"{human_bytes(needed - most)} too many, although nothing is kept beyond what the "
+                "program keeps. Shard over more devices, compute the gradient in micro-batches, or "
+                "put layers in jax.checkpoint"
+            )
 
     def program_of(self, candidate: Candidate) -> StepProgram:
         """Return the program of a candidate."""
@@ -152,6 +207,7 @@ def faster(choice: CompiledChoice, lowered: Lowered, options: dict[str, Any] | N
     # A core is this process's; a child that is ready compiles two while another one starts.
     compare, compiler = choice.candidates(), choice.compiler(max(1, MOST_WORKERS - 1), options)
     made: dict[str, Compiled] = {}
+    first = functools.cache(lambda: lowered.compiled(options))
 
     def stage_of(candidate: Candidate) -> Lowered:
         if candidate.parent is None and candidate.stage == "overlapped":
@@ -161,7 +217,9 @@ def faster(choice: CompiledChoice, lowered: Lowered, options: dict[str, Any] | N
 
     def here(candidate: Candidate) -> Candidate:
         try:
-            made[candidate.stage] = one = stage_of(candidate).compiled(options)
+            own = candidate.stage == "overlapped" and candidate.parent is None
+            one = first() if own else stage_of(candidate).compiled(options)
+            made[candidate.stage] = one
         except jax.errors.JaxRuntimeError as error:
             return replace(candidate, evaluation=refused(first_line(error)))
         text = one.as_text() or ""
@@ -176,8 +234,12 @@ def faster(choice: CompiledChoice, lowered: Lowered, options: dict[str, Any] | N
             in_children = pool.submit(compiler.evaluated, others)
             return [here(first), *in_children.result()]
 
+    if (less := choice.keeping_less(here)) is not None:
+        other, new = less.lowered(less.candidates().candidates["overlapped"])
+        return faster(less, lowered.instead(other, new.plan, new.ordering), options)
     rows = search_compiled(compare.stages, compiled)
     taken, speedup = compare.taken(rows), compare.speedup(rows)
+    choice.check(taken)
     best = made.get(taken.stage) if taken.parent is None else None
     if best is None:
         best = stage_of(taken).compiled(options)
@@ -196,11 +258,16 @@ def decided(choice: CompiledChoice) -> StepProgram:
     Args:
         choice: the choice among its candidates.
     """
-    compare, compiler = choice.candidates(), choice.compiler()
 
     def speedup_here() -> str:
-        rows = search_compiled(compare.stages, compiler.evaluated)
-        return msgspec.json.encode(compare.speedup(rows)).decode()
+        now = choice
+        while less := now.keeping_less(now.compiled_in_child):
+            now = less
+        compare = now.candidates()
+        rows = search_compiled(compare.stages, now.compiler().evaluated)
+        now.check(compare.taken(rows))
+        speedup = msgspec.structs.replace(compare.speedup(rows), room=now.options.room)
+        return msgspec.json.encode(speedup).decode()
 
     said = handed(
         speedup_here,
@@ -209,6 +276,8 @@ def decided(choice: CompiledChoice) -> StepProgram:
         within_s=_DECIDED_WITHIN_S,
     )
     speedup = msgspec.json.decode(said, type=Speedup)
+    choice = choice.with_room(speedup.room)
+    compare = choice.candidates()
     if not speedup.is_overlapped:
         warn(speedup.warning(compare.plan.step))
     taken = compare.candidates[speedup.taken]

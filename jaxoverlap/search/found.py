@@ -10,6 +10,7 @@ from typing import Any
 from jaxoverlap.cost.groups import groups_of
 from jaxoverlap.flags import options_for
 from jaxoverlap.hardware.topology import axis_costs
+from jaxoverlap.passes.analysis.errors import UserError
 from jaxoverlap.passes.analysis.jaxprs import bodies, dots, equations
 from jaxoverlap.passes.analysis.matmul_collectives import behind_conversions
 from jaxoverlap.passes.analysis.mesh import unread
@@ -36,6 +37,7 @@ from jaxoverlap.plan.price import Price
 from jaxoverlap.plan.speedup import CandidateName, milliseconds
 from jaxoverlap.search.candidate import Candidate
 from jaxoverlap.search.evaluate import Evaluator
+from jaxoverlap.search.kept import kept
 from jaxoverlap.search.layouts import Layouts
 from jaxoverlap.search.records import (
     entries_of,
@@ -62,8 +64,10 @@ def found(step: StepContext, options: Options) -> PassResult:
         ValueError: if an option names a matmul that is not there.
     """
     if why := unread(step.mesh):
+        if options.keeps:
+            raise UserError(f"memory= and keep= need shardings, which cannot be read: {why}")
         return _undecided(step, _terms(step, options), why)
-    step = untyped(step)
+    step = kept(untyped(step), options)
     trail = _searched(step, options)
     done = _result(step, options, trail, trail.taken)
     if not options.never_slower:  # then nothing is compared once it is compiled
@@ -125,7 +129,7 @@ def _result(step: StepContext, options: Options, trail: Trail, taken: Candidate)
         parts = None
     layouts = layouts_of(step, trail, taken) if _lays_out(step, options) else None
     price, two_streams = None, False
-    notes = [*layouts.lines] if layouts else []
+    notes = [*step.kept_notes, *(layouts.lines if layouts else ())]
     if parts is not None:
         notes += split_notes(trail, taken, parts)
     if (step_s := taken.evaluation.step_s) is not None:
@@ -227,7 +231,8 @@ def _priced(
     # Each tool's gain on one stream, as XLA launches a step as it is, and then the second stream's.
     one_stream = functools.partial(step.estimate, nvlink_stream=False)
     free, laid_s = one_stream(step.plain), one_stream(laid_out(taken).known.program).step_s
-    as_it_is = free
+    before = step.unkept or step
+    as_it_is = typed = one_stream(before.plain)
     if step.typed and step.inferred:
         as_it_is = one_stream(step.typed.plain)
     one_s = one_stream(taken.known.program).step_s
@@ -237,7 +242,9 @@ def _priced(
         why_one = f"a second one gains {1 - taken.seconds / one_s:.1%} (estimated)"
     saved_s = {}
     if step.inferred:
-        saved_s["types"] = as_it_is.step_s - free.step_s
+        saved_s["types"] = as_it_is.step_s - typed.step_s
+    if step.unkept:
+        saved_s["memory"] = typed.step_s - free.step_s
     if layouts and layouts.changes:
         saved_s["layouts"] = free.step_s - laid_s
     transforms = [one for one in taken.line if one.proposes(TransformPerShard)]

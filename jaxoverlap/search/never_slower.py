@@ -41,11 +41,17 @@ class NeverSlower:
         candidates: those that there may be, by name; at least "overlapped" and "plain".
         cost: the cost model to simulate by.
         reorders: whether the scheduler pass may order the original step.
+        most_bytes: the memory that a device may need; None for all that it has.
     """
 
     candidates: Mapping[str, Candidate]
     cost: CostModel
     reorders: bool
+    most_bytes: float | None = None
+
+    @property
+    def _there(self) -> float:
+        return self.cost.cluster.chip.memory_bytes if self.most_bytes is None else self.most_bytes
 
     @property
     def stages(self) -> tuple[Batches, ...]:
@@ -129,7 +135,7 @@ class NeverSlower:
         if self._unknown(rows):
             return rows[0]
         fit = sorted(self._comparable(rows), key=lambda row: _NAMES.index(_name(row)))
-        return ranked(fit, self.cost.cluster.chip.memory_bytes)[0]
+        return ranked(fit, self._there)[0]
 
     def speedup(self, rows: Sequence[Candidate]) -> Speedup:
         """Say which candidate is taken, and why, if it is not the overlapped step."""
@@ -180,7 +186,7 @@ class NeverSlower:
 
     def _against(self, overlapped: Candidate, plain: Candidate) -> str:
         """Return why the overlapped step loses: it does not compile, is slower, does not fit."""
-        answer, there = overlapped.evaluation, self.cost.cluster.chip.memory_bytes
+        answer, there = overlapped.evaluation, self._there
         if answer.refusal:
             return f"overlapped it does not compile: {answer.refusal}"
         seconds = f"overlapped {milliseconds(overlapped.seconds)}"

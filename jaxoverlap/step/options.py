@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
+from jaxoverlap._util.text import human_bytes
 from jaxoverlap.cost.model import CostModel
 from jaxoverlap.hardware.cluster import Cluster
 from jaxoverlap.passes.scheduling.scheduler import Scheduler
@@ -17,6 +18,11 @@ StreamMode = Literal["auto", "one"]
 LayoutMode = Literal["repair", "complete", "advise"]
 Operations = Literal["take over", "leave"]
 HalvesMode = int | Literal["auto"] | None
+
+
+def memory_text(memory: float) -> str:
+    """Write the memory that a device may need as the user does: 0.9, or '70.0 GB'."""
+    return f"{memory:g}" if memory <= 1 else f"'{human_bytes(memory)}'"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,6 +41,11 @@ class Options:
             if not, the search tries it.
         late_sums: the same for sums over the batch that leave their scans.
         plan: the plan to follow; it says all that the options above say.
+        memory: the memory that a device may need, as a share of its own up to 1, or in bytes; None
+            to keep what the user's program keeps.
+        keep, recompute: as in `overlap`.
+        room: the bytes that may be kept beside what the user's program keeps; None: as many as
+            `memory` leaves.
         operations, agree_within_s, never_slower: as in `overlap`.
         prices: the cost model to decide by; None for the package's of the cluster.
     """
@@ -58,6 +69,15 @@ class Options:
     agree_within_s: float = 20.0
     never_slower: bool = True
     prices: CostModel | None = None
+    memory: float | None = None
+    keep: tuple[str, ...] = ()
+    recompute: tuple[str, ...] = ()
+    room: int | None = None
+
+    @property
+    def keeps(self) -> bool:
+        """Return whether other residuals may be saved than the user's program saves."""
+        return self.memory is not None or bool(self.keep or self.recompute)
 
     @property
     def chooses(self) -> bool:

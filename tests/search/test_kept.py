@@ -1,0 +1,137 @@
+"""What a step keeps is what is fastest within the memory, as compiled for GPUs."""
+
+from __future__ import annotations
+
+import re
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.sharding import AxisType
+
+import jaxoverlap
+from benchmarks.plain_gpt import EVERYWHERE, Sizes, abstract_args, make_step
+from jaxoverlap._jax.jobs import peak_bytes
+from jaxoverlap.hardware.pods import pod_mesh
+from jaxoverlap.plan.edits import Keep
+from tests.support.pods import marked
+from tests.support.pods import pytestmark as pods
+
+SIZES = Sizes(
+    layers=8, hidden=1024, heads=8, mlp=4096, vocab=2048, batch=16, sequence=512, attention="cudnn"
+)
+
+
+def step_of():
+    mesh = pod_mesh("h100-sxm:1x8", {"fsdp": 4, "tp": 2})
+    return make_step(SIZES, mesh, EVERYWHERE), abstract_args(SIZES, mesh)
+
+
+def overlap(step, **options):
+    return jaxoverlap.overlap(step, layouts=None, halves=None, **options)
+
+
+def kept_in(plan):
+    return [edit for edit in plan.edits if isinstance(edit, Keep)]
+
+
+@marked(pods)
+def test_a_step_keeps_what_pays_and_says_so():
+    step, args = step_of()
+    without, plan = overlap(step).explain(*args), overlap(step, memory=0.9).explain(*args)
+    assert not kept_in(without)
+    (note, *lines) = (line for line in plan.notes if "keep" in line)
+    assert re.match(r"memory=0.9 keeps \d+.* MB more: .* ms -> .* ms \(estimated\), about", note)
+    assert [line.strip() for line in lines] == [f"{edit}." for edit in kept_in(plan)]
+    assert len(kept_in(plan)) > 3 and "benchmarks/plain_gpt.py" in lines[0]
+    assert plan.price and without.price and plan.price.saved_s["memory"] > 0
+    assert plan.price.step_s < without.price.step_s
+    followed = jaxoverlap.overlap(step, plan=plan).explain(*args)
+    assert kept_in(followed) == kept_in(plan)
+
+
+@marked(pods)
+def test_the_user_decides_first():
+    step, args = step_of()
+    every = kept_in(overlap(step, memory=0.9).explain(*args))
+    line = every[0].source
+    barred = kept_in(overlap(step, memory=0.9, recompute=[line]).explain(*args))
+    assert barred and line not in [edit.source for edit in barred]
+    alone = kept_in(overlap(step, keep=[line]).explain(*args))
+    assert {edit.source for edit in alone} == {line}
+    forced = kept_in(overlap(step, memory="1MB", keep=[line]).explain(*args))
+    assert {edit.source for edit in forced} == {line}, "and nothing else has room"
+
+
+@marked(pods)
+def test_few_partitions_are_made(monkeypatch):
+    step, args = step_of()
+    asked: list[str] = []
+    real = jaxoverlap._jax.partitioner.ask
+
+    def ask(*given):
+        asked.append("one")
+        return real(*given)
+
+    monkeypatch.setattr("jaxoverlap._jax.partitioner.ask", ask)
+    overlap(step).explain(*args)
+    without = len(asked)
+    overlap(step_of()[0], memory=0.9).explain(*args)
+    assert len(asked) - without <= without + 6
+
+
+@marked(pods)
+def test_the_compiled_step_needs_no_more_than_was_said():
+    step, args = step_of()
+    plain = peak_bytes(step.lower(*args).compile().memory_analysis())
+    most = peak_bytes(overlap(step, memory=0.9).lower(*args).compile().memory_analysis())
+    assert most > plain
+    budget = int(plain + 0.5 * (most - plain))
+    compiled = overlap(step, memory=f"{budget / 1e6:.0f}MB").lower(*args).compile()
+    assert peak_bytes(compiled.memory_analysis()) <= budget + 1e6
+    with pytest.raises(ValueError, match=r"a device needs .*, .* too many, although nothing"):
+        overlap(step, memory=f"{plain / 2e6:.0f}MB").lower(*args).compile()
+
+
+@pytest.mark.parametrize("given", [0, -1, 1.5, "70", "x", "70 kB", True, [1], float("nan")])
+def test_wrong_memory_is_an_error(given):
+    with pytest.raises(ValueError, match=r"memory=.*: expected a share of the device's memory"):
+        jaxoverlap.overlap(jax.jit(lambda x: x), memory=given)
+
+
+@pytest.mark.parametrize("option", ["keep", "recompute"])
+def test_wrong_names_are_errors(option):
+    given: dict = {option: "attn_out"}
+    with pytest.raises(ValueError, match=f"{option}='attn_out': expected checkpoint names"):
+        jaxoverlap.overlap(jax.jit(lambda x: x), memory=0.9, **given)
+
+
+def test_options_that_contradict_each_other_are_errors():
+    step = jax.jit(lambda x: x)
+    with pytest.raises(ValueError, match="keep= and recompute= both name 'a'"):
+        jaxoverlap.overlap(step, memory=0.9, keep=["a"], recompute=["a"])
+    for option in ({"memory": 0.9}, {"keep": ["a"]}):
+        with pytest.raises(ValueError, match="tune= with memory= or keep="):
+            jaxoverlap.overlap(step, tune=True, **option)
+    with pytest.raises(ValueError, match="recompute= without memory="):
+        jaxoverlap.overlap(step, recompute=["a"])
+
+
+def sharded():
+    mesh = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Auto,))
+    at = jax.NamedSharding(mesh, jax.P("data"))
+    x = jax.device_put(jnp.ones((16, 8)), at)
+    step = jax.jit(jax.grad(lambda x: jax.checkpoint(lambda x: jnp.sin(x @ x.T))(x).sum()))
+    return step, x
+
+
+def test_memory_without_prices_is_an_error():
+    step, x = sharded()
+    with pytest.raises(ValueError, match=r"memory=0.9: there is no cost model of the step's"):
+        jaxoverlap.overlap(step, memory=0.9)(x)
+
+
+def test_a_name_of_nothing_is_an_error():
+    step, x = sharded()
+    with pytest.raises(ValueError, match=r"keep='attn' names nothing .* computes again: .*\.py:"):
+        jaxoverlap.overlap(step, keep=["attn"])(x)
