@@ -64,6 +64,7 @@ if TYPE_CHECKING:
     from jaxoverlap.simulation.audit import audit as audit
     from jaxoverlap.simulation.simulation import Simulation as Simulation
     from jaxoverlap.simulation.simulation import simulate as simulate
+    from jaxoverlap.start.record import Trials as Trials
     from jaxoverlap.step.processes import DisagreementError as DisagreementError
     from jaxoverlap.step.processes import agreed as agreed
     from jaxoverlap.step.programs import Program as Program
@@ -95,6 +96,7 @@ _NAMES = {
     "jaxoverlap.profiling.record": "profile",
     "jaxoverlap.simulation.audit": "Audit Collective Coverage audit",
     "jaxoverlap.simulation.simulation": "Simulation simulate",
+    "jaxoverlap.start.record": "Trials",
     "jaxoverlap.step.processes": "DisagreementError agreed",
     "jaxoverlap.step.programs": "Program",
     "jaxoverlap.step.stages": "Compiled Lowered",

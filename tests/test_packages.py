@@ -118,6 +118,7 @@ PUBLIC = [
     "Skip",
     "Speedup",
     "Transformer",
+    "Trials",
     "Tuning",
     "Variant",
     "__version__",
@@ -148,6 +149,9 @@ PUBLIC = [
 COMMANDS = """
     advise: --debug --json --mesh --pod --processes-per-host STEP
     audit: --at-least --debug --json --keep-rings --mesh --plain --pod --processes-per-host STEP
+    cache clear: --cache --debug --json KEY
+    cache list: --cache --debug --json
+    cache show: --cache --debug --json KEY
     configure: --axes --compile --debug --dtype --global-batch --json --keep --memory-fraction \\
         --over --picture --plain --pod --recompute --sequence --stack --trainer MODEL
     doctor: --debug --json

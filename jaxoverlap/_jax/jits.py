@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import functools
 import sys
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -20,6 +20,7 @@ from jax._src import (
     core,
     distributed,
     pjit,
+    stages,
     util,
     xla_bridge,
 )
@@ -95,6 +96,10 @@ class Cache[V]:
         self._values[key] = value
         while len(self._values) > at_most:
             self._values.pop(next(iter(self._values)))
+
+    def values(self) -> list[V]:
+        """All values, oldest first."""
+        return list(self._values.values())
 
     # JAX asks these of a cache.
 
@@ -198,6 +203,66 @@ def traced_with(traced: jax.stages.Traced, params: dict[str, Any]) -> jax.stages
 def traced_params(traced: jax.stages.Traced) -> dict[str, Any]:
     """The jit equation's parameters of a traced step."""
     return traced._params  # type: ignore[attr-defined]
+
+
+def without_arrays(call: Call) -> Call:
+    """Return a call with shapes for its arrays, so that it keeps none of them in memory."""
+
+    def shape_of(x: Any) -> Any:
+        if not isinstance(x, jax.Array):
+            return x
+        return jax.ShapeDtypeStruct(
+            x.shape, x.dtype, sharding=bound_sharding(x), weak_type=type_of(x)[2]
+        )
+
+    def shapes_of(argument: Any) -> Any:  # a static one may be a tree, and equal to itself alone
+        leaves = jax.tree.leaves(argument)
+        arrays = any(isinstance(leaf, jax.Array) for leaf in leaves)
+        return jax.tree.map(shape_of, argument) if arrays else argument
+
+    args = tuple(map(shapes_of, call.args))
+    kwargs = {name: shapes_of(argument) for name, argument in call.kwargs.items()}
+    return replace(call, args=args, kwargs=kwargs, flat=list(map(shape_of, call.flat)))
+
+
+# -- compiled programs ----------------------------------------------------------------------------
+
+
+def flat_call(compiled: jax.stages.Compiled) -> Callable[[Sequence[Any]], list[Any]]:
+    """Return what calls a compiled program with flat arguments, and returns flat results.
+
+    Where JAX has a fast path for it (as a rule where nothing calls back into Python), by that.
+
+    Raises:
+        ValueError: if its arguments or results are of types of the user's own.
+    """
+    executable: Any = compiled._executable  # type: ignore[attr-defined]
+    params: Any = compiled._params  # type: ignore[attr-defined]
+    if params.is_high:
+        raise ValueError("arguments or results have types of the user's own (hijax)")
+    leaves, results = params.in_tree.num_leaves, params.out_tree.num_leaves
+    flat = jax.tree.structure(((0,) * leaves, {}))
+    flat_params = params._replace(in_tree=flat, out_tree=jax.tree.structure([0] * results))
+    fast = executable.create_cpp_call(flat_params)
+
+    def call(arguments: Sequence[Any]) -> list[Any]:
+        if fast is not None:
+            return fast(*arguments)
+        return stages.Compiled.call(flat_params, *arguments)[0]
+
+    return call
+
+
+def type_of(value: Any) -> tuple[tuple[int, ...], Any, bool]:
+    """Return shape, dtype and whether a value, or a compiled result, is weakly typed; keys too."""
+    aval = getattr(value, "aval", value)
+    return aval.shape, aval.dtype, getattr(aval, "weak_type", False)
+
+
+def results_of(compiled: jax.stages.Compiled) -> list[tuple[Any, Any]]:
+    """Return the type (shape, dtype, weakness) and the sharding of each result."""
+    executable: Any = compiled._executable  # type: ignore[attr-defined]
+    return list(zip(map(type_of, executable.out_avals), executable._out_shardings, strict=True))
 
 
 # -- compiler options -----------------------------------------------------------------------------

@@ -61,7 +61,8 @@ class AloneStore:
 
     def key_value_dir_get(self, key: str) -> list[tuple[str, str]]:
         """All keys below a key, and their values."""
-        return [(k, v) for k, v in self._values.items() if k.startswith(key)]
+        # As a list: another thread may set a value meanwhile.
+        return [(k, v) for k, v in list(self._values.items()) if k.startswith(key)]
 
     def wait_at_barrier(
         self, barrier_id: str, timeout_in_ms: int, process_ids: Sequence[int]

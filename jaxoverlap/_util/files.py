@@ -13,9 +13,16 @@ from typing import Any, get_type_hints
 
 import msgspec
 
+CACHE_VARIABLE = "JAXOVERLAP_CACHE"
+
 
 def kept_folder() -> Path:
-    """Return this library's folder in the user's cache directory; it may not exist yet."""
+    """Return this library's folder of cached results; it may not exist yet.
+
+    It is JAXOVERLAP_CACHE of the environment, or else in the user's cache directory.
+    """
+    if named := os.environ.get(CACHE_VARIABLE):
+        return Path(named)
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "jaxoverlap"
 
 

@@ -20,6 +20,8 @@ from collections import defaultdict
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
+from jaxoverlap._util.ending import at_end, check_running
+
 _IDLE_S = 20.0  # a child keeps hundreds of MB, which are the training's once all is compiled
 _SIZE = 8  # bytes, before each message
 # The child may have to look for this package where the parent found it, on a path of its own.
@@ -68,7 +70,9 @@ class _Worker:
         Raises:
             WorkerEndedError: if the child ends before it has answered, or its time is up.
         """
+        check_running()
         self._said.truncate(0)
+        _busy.add(self)
         stop = threading.Timer(timeout_s, self._child.kill)
         stop.start()
         try:
@@ -81,11 +85,16 @@ class _Worker:
         except BrokenPipeError:
             pass
         finally:
+            _busy.discard(self)
             stopped = stop.finished.is_set()
             stop.cancel()
         code = self.close()
         self._said.seek(0)
         raise WorkerEndedError(code, self._said.read().decode(errors="replace"), stopped=stopped)
+
+    def kill(self) -> None:
+        """Stop the child."""
+        self._child.kill()
 
     def close(self) -> int:
         """Let the child end, wait for it, and return its exit code."""
@@ -98,6 +107,16 @@ class _Worker:
 
 _idle: dict[tuple[str, frozenset[tuple[str, str]]], list[_Worker]] = defaultdict(list)
 _lock = threading.Lock()
+_busy = set[_Worker]()
+
+
+def _stop_busy() -> None:
+    """Stop the children whose answers nobody will read, as the interpreter ends."""
+    for worker in list(_busy):
+        worker.kill()
+
+
+at_end(_stop_busy)
 
 
 def ask(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import os
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from pathlib import Path
 from typing import Any, overload
 
 from jaxoverlap._jax.jit_wrappers import arguments_reach
@@ -21,6 +22,8 @@ from jaxoverlap.cost.find import cost_model
 from jaxoverlap.hardware.cluster import Cluster, cluster_from
 from jaxoverlap.passes.scheduling.scheduler import Scheduler
 from jaxoverlap.plan.plan import FSDP, Plan, Variant
+from jaxoverlap.start.record import Trials
+from jaxoverlap.start.settings import LEAST_TRIALS, TRIAL_STEPS, Start, StartMode
 from jaxoverlap.step.options import HalvesMode, LayoutMode, OnError, Operations, Options, StreamMode
 from jaxoverlap.tuning.tune import Tuning
 
@@ -50,6 +53,10 @@ def overlap(
     memory: float | str | None = ...,
     keep: Collection[str] = ...,
     recompute: Collection[str] = ...,
+    start: StartMode | None = ...,
+    trials: int | None = ...,
+    cache: str | os.PathLike[str] | None = ...,
+    on_trials: Callable[[Trials], object] | None = ...,
 ) -> Overlapped: ...
 @overload
 def overlap(
@@ -73,6 +80,10 @@ def overlap(
     memory: float | str | None = ...,
     keep: Collection[str] = ...,
     recompute: Collection[str] = ...,
+    start: StartMode | None = ...,
+    trials: int | None = ...,
+    cache: str | os.PathLike[str] | None = ...,
+    on_trials: Callable[[Trials], object] | None = ...,
 ) -> Callable[[Callable[..., Any]], Overlapped]: ...
 def overlap(
     fn: Callable[..., Any] | None = None,
@@ -95,6 +106,10 @@ def overlap(
     memory: float | str | None = None,
     keep: Collection[str] = (),
     recompute: Collection[str] = (),
+    start: StartMode | None = None,
+    trials: int | None = TRIAL_STEPS,
+    cache: str | os.PathLike[str] | None = None,
+    on_trials: Callable[[Trials], object] | None = None,
 ) -> Overlapped | Callable[[Callable[..., Any]], Overlapped]:
     """Hide a train step's collectives behind its matmuls.
 
@@ -170,6 +185,18 @@ def overlap(
         keep, recompute: values that are kept in any case, or are not kept by `memory`: names of
             `jax.ad_checkpoint.checkpoint_name`, or source lines ("gpt.py:88"), of values that
             `jax.checkpoint` computes again.
+        start: "plain" runs the original step at once, as `jax.jit` does, and searches and compiles
+            meanwhile, in a thread; then trial steps time the original step and the best few, and
+            the fastest runs; if the search fails, a warning says why, whatever `on_error` is.
+            "decided" searches and compiles before the first step. Default: "plain" on GPUs, or
+            where one of the three arguments below is given; "decided" on other devices, and with
+            `trials=None`, `plan`, `tune` or `never_slower=False`.
+        trials: the trial steps at most; None for none: the program is then chosen by estimate and
+            simulation, so that a run can be repeated bit by bit.
+        cache: the folder that keeps decisions of trials, so that the next run of the same step
+            decides nothing. Default: JAXOVERLAP_CACHE of the environment, or ~/.cache/jaxoverlap.
+        on_trials: is called with the record (`Trials`) once the trials are over; by default one
+            line is printed to stderr.
 
     Raises:
         ValueError: if an argument has another value than these, `cluster` does not parse, the
@@ -206,6 +233,8 @@ def overlap(
             "tune= with memory= or keep=: a tuning does not choose what is kept. Leave tune= out"
         )
     tuning = Tuning() if tune is True else tune or None
+    fixed = {"plan": plan is not None, "tune": bool(tuning), "never_slower=False": not never_slower}
+    starts = _start(start, trials, cache, on_trials, [name for name, set_ in fixed.items() if set_])
     if plan is not None:
         if tuning:
             raise ValueError(_said_twice(["tune"]))
@@ -250,8 +279,8 @@ def overlap(
             recompute=never,
         )
     if fn is None:
-        return lambda fn: Overlapped(fn, options, tuning)
-    return Overlapped(fn, options, tuning)
+        return lambda fn: Overlapped(fn, options, tuning, starts)
+    return Overlapped(fn, options, tuning, starts)
 
 
 def tune(
@@ -306,6 +335,35 @@ def _names(option: str, given: Any, what: str = "checkpoint names or lines") -> 
     if names is None or not all(isinstance(name, str) for name in names):
         raise ValueError(f"{option}={given!r}: expected {what}, as in {option}=('a.py:8',)")
     return names
+
+
+def _start(start: Any, trials: Any, cache: Any, on_trials: Any, fixed: Sequence[str]) -> Start:
+    """Return how a step starts.
+
+    Args:
+        start, trials, cache, on_trials: as in `overlap`.
+        fixed: the arguments that fix the program, if any.
+    """
+    expect_one_of("start", start, "plain", "decided", None)
+    counts = trials is None or is_integer(trials, LEAST_TRIALS)
+    expect(counts, "trials", trials, f"a number of steps, {LEAST_TRIALS} or more, or None")
+    is_path = isinstance(cache, str | os.PathLike | None)
+    expect(is_path, "cache", cache, "the path of a folder, or None")
+    callback = "a function of the record of the trials, or None"
+    expect(on_trials is None or callable(on_trials), "on_trials", on_trials, callback)
+    given = [f"trials={trials}"] if trials not in (None, TRIAL_STEPS) else []
+    given += [name for name, v in (("cache", cache), ("on_trials", on_trials)) if v is not None]
+    given += ["start='plain'"] if start == "plain" else []
+    decides = [*fixed, *(["trials=None"] if trials is None else [])]
+    decides += ["start='decided'"] if start == "decided" else []
+    if given and decides:
+        raise ValueError(
+            f"{given[0]} with {decides[0]}: only a step that starts as it is has trials, and "
+            f"{decides[0]} fixes its program before. Leave out either"
+        )
+    mode = "decided" if decides else "plain" if given else start
+    folder = None if cache is None else Path(cache)
+    return Start(mode=mode, trials=trials or TRIAL_STEPS, cache=folder, on_trials=on_trials)
 
 
 def _said_twice(names: Sequence[str]) -> str:

@@ -18,6 +18,7 @@ from jaxoverlap._util.text import warn
 from jaxoverlap.hardware import hosts
 from jaxoverlap.hardware.pods import capability_of, is_pod
 from jaxoverlap.passes.analysis.errors import own_faults
+from jaxoverlap.passes.analysis.mesh import MeshError
 from jaxoverlap.passes.analysis.partitioned import partitioned
 from jaxoverlap.passes.analysis.partitioner_collectives import partitioner_collectives
 from jaxoverlap.plan.plan import Plan
@@ -25,12 +26,16 @@ from jaxoverlap.search.choice import CompiledChoice, decided, faster, found_to_c
 from jaxoverlap.search.found import found, layouts_found
 from jaxoverlap.search.layouts import Layouts
 from jaxoverlap.search.never_slower import predicted
+from jaxoverlap.start.at_once import AtOnce
+from jaxoverlap.start.record import Trials
+from jaxoverlap.start.settings import Start
 from jaxoverlap.step.context import mesh_of, prepare
 from jaxoverlap.step.options import Options
 from jaxoverlap.step.processes import agreed, processes_of
 from jaxoverlap.step.program import (
     StepProgram,
     agree,
+    is_off,
     lowered_as,
     lowered_plain,
     pass_result,
@@ -59,7 +64,13 @@ class Overlapped:
     Call it as the step it was made from. It traces once per signature and sharding.
     """
 
-    def __init__(self, fn: Callable[..., Any], options: Options, tuning: Tuning | None = None):
+    def __init__(
+        self,
+        fn: Callable[..., Any],
+        options: Options,
+        tuning: Tuning | None = None,
+        start: Start | None = None,
+    ):
         if not callable(fn):
             raise ValueError(f"overlap() was given {fn!r}; expected a function, jitted or not")
         if isinstance(fn, Overlapped):
@@ -78,7 +89,9 @@ class Overlapped:
         self._jitted: Any = self._wrapped_jit.jitted
         self._options = options
         self._tuning = tuning
+        self._start = start or Start()
         self._seen: jits.Cache[StepProgram] = jits.Cache()
+        self._started: jits.Cache[AtOnce] = jits.Cache()
         self._lock = threading.RLock()  # one thread at a time decides what a signature becomes
         self._told: set[str] = set()
         functools.update_wrapper(self, fn, updated=())
@@ -95,11 +108,11 @@ class Overlapped:
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Copies, shallow or deep, and pickles are new steps: they decide for themselves."""
-        return Overlapped, (self._fn, self._options, self._tuning)
+        return Overlapped, (self._fn, self._options, self._tuning, self._start)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Overlapped:
         """Copy the step, and not the function inside, as functions are never copied."""
-        return Overlapped(self._fn, self._options, self._tuning)
+        return Overlapped(self._fn, self._options, self._tuning, self._start)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the step."""
@@ -154,9 +167,15 @@ class Overlapped:
         """
         return arguments_reach(self._wrapped_jit, self._lower, args, kwargs)
 
+    @property
+    def trials(self) -> tuple[Trials, ...]:
+        """The trials of a step that starts as it is, a record for each signature of its calls."""
+        return tuple(started.trials for started in self._started.values())
+
     def clear_cache(self) -> None:
         """Forget all that was traced, decided and compiled, as `clear_cache` of a jit does."""
         self._seen.cache_clear()
+        self._started.cache_clear()
         self._jitted.clear_cache()
 
     def _tune(self, tuning: Tuning, *args: Any, **kwargs: Any) -> Plan:
@@ -172,6 +191,8 @@ class Overlapped:
         if not outermost and jits.in_checkify():
             self._tell("checkify", f"{call.name} runs without overlap: {_CHECKIFY}")
             return self._jitted(*args, **kwargs)
+        if outermost and (started := self._at_once(call)) is not None:
+            return started.run(call, lambda: self._jitted(*args, **kwargs))
         program = self._decided(call, runs=True) if outermost else self._agreed(call)
         if program.params is program.source:  # the step as it is: jit's own errors are its best
             return self._jitted(*args, **kwargs)
@@ -186,6 +207,33 @@ class Overlapped:
                 return self._instead(call, program, error)
             self._seen.put(_key(call), replace(program, compiled=True), at_most=_MAX_SEEN)
         return jax.tree.unflatten(call.out_tree, flat)
+
+    def _at_once(self, call: jits.Call) -> AtOnce | None:
+        """Return what runs a step that starts as it is; None if a decision is to be followed.
+
+        That of an earlier run is put where later calls find it.
+        """
+        if self._start.mode == "decided":
+            return None
+        key = _key(call)
+        if (started := self._started.get(key)) is None:
+            if is_off() or any(map(jits.is_tracer, call.flat)):
+                return None
+            try:
+                mesh = mesh_of(call)
+            except MeshError:
+                return None  # nothing is decided on it
+            if is_pod(mesh) or mesh.size == 1 or not self._start.is_plain(mesh):
+                return None
+            with self._lock:
+                if (started := self._started.get(key)) is None:
+                    started = AtOnce(call, self._options, self._start)
+                    self._started.put(key, started, at_most=_MAX_SEEN)
+        if started.program is None:
+            return started
+        if self._seen.get(key) is None:
+            self._seen.put(key, started.program, at_most=_MAX_SEEN)
+        return None
 
     def _instead(self, call: jits.Call, program: StepProgram, error: Exception) -> Any:
         """Run the step as it is, as XLA refuses its program; raise what else went wrong."""

@@ -13,6 +13,7 @@ from typer.core import TyperGroup
 
 import jaxoverlap
 from jaxoverlap.cli.advise import advise
+from jaxoverlap.cli.cache import cache
 from jaxoverlap.cli.configure import configure
 from jaxoverlap.cli.doctor import doctor
 from jaxoverlap.cli.flags import flags
@@ -90,6 +91,7 @@ def _root(
 for command, short in _SHORT.items():
     app.command(_NAMES.get(command), short_help=short)(command)
 app.add_typer(plan, name="plan", short_help="Print a plan's file, or compare two.")
+app.add_typer(cache, name="cache", short_help="List, show or clear what earlier runs decided.")
 
 
 def main() -> None:

@@ -9,6 +9,7 @@ from typing import Any
 import msgspec
 from jax.sharding import Mesh
 
+from jaxoverlap._util.ending import check_running
 from jaxoverlap.passes.analysis.errors import RewriteError, UserError
 from jaxoverlap.passes.analysis.matmul_collectives import permuted_matmuls
 from jaxoverlap.passes.analysis.partitioned import Shardings, SpmdProgram
@@ -66,6 +67,7 @@ class Evaluator:
         Raises:
             RewriteError: if a pass fails.
         """
+        check_running()
         gone = proposal.without
         stay = parent.edits if gone is None else [e for e in parent.edits if not gone(e)]
         edits = tuple(in_order([*stay, *proposal.edits]))

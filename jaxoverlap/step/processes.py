@@ -81,7 +81,7 @@ def meet(agreement: Agreement, within_s: float) -> bool:
         DisagreementError: in every process: if one does not come, two are not about to compile the
             same, or one has failed and not all may run the step as it is.
     """
-    store, where = store_of_processes(), _next("agree", agreement.processes)
+    store, where = store_of_processes(), next_meeting("agree", agreement.processes)
     me = jax.process_index()
     digest = hashlib.sha256(msgspec.json.encode(sorted(agreement.facts.items()))).hexdigest()
     head = _Head(me, socket.gethostname(), digest, agreement.failed, agreement.plain)
@@ -223,7 +223,7 @@ def handed(
     """
     if not processes:
         return make()
-    store, where, first = store_of_processes(), _next(what, processes), processes[0]
+    store, where, first = store_of_processes(), next_meeting(what, processes), processes[0]
     if jax.process_index() == first:
         try:
             text = make()
@@ -254,7 +254,7 @@ _lock = threading.Lock()
 _turns: dict[tuple[str, tuple[int, ...]], Iterator[int]] = defaultdict(itertools.count)
 
 
-def _next(what: str, processes: tuple[int, ...]) -> str:
+def next_meeting(what: str, processes: tuple[int, ...]) -> str:
     """Return a key of the store for the next meeting of these processes.
 
     They find each other by counting: all of them run the same steps in the same order.

@@ -351,3 +351,51 @@ def test_the_text_of_a_type_names_no_device():
 
 def test_one_process_has_no_store():
     assert jits.key_value_store() is None
+
+
+@pytest.mark.parametrize("callback", [False, True])
+def test_a_compiled_step_can_be_called_with_flat_arguments(callback: bool):
+    """By JAX's fast path, or without it where Python is called back; donations are taken."""
+    seen = list[float]()
+
+    @functools.partial(jax.jit, donate_argnums=0, static_argnums=2)
+    def step(state: Any, key: Any, times: int, *, unused: Any) -> Any:
+        if callback:
+            jax.debug.callback(lambda x: seen.append(float(x)), state["a"].sum())
+        return {"a": state["a"] * times}, (2.0 * state["b"], key)
+
+    def arguments() -> tuple[Any, Any, int]:
+        return {"a": jnp.arange(3.0), "b": jnp.ones(2)}, jax.random.key(0), 4
+
+    args, unused = arguments(), {"unused": jnp.zeros(())}
+    call = jits.infer(step, args, unused)
+    flat = call.flat
+    compiled = call.traced().lower().compile()
+    results = jax.block_until_ready(jits.flat_call(compiled)(flat))
+    assert [x.is_deleted() for x in flat[:2]] == [True, True] and not flat[2].is_deleted()
+    expected = step(*arguments(), **unused)
+    assert jax.tree.structure(expected) == call.out_tree
+    for made, wanted in zip(results, jax.tree.leaves(expected), strict=True):
+        assert jits.type_of(made) == jits.type_of(wanted)
+        assert bool((made == wanted).all())
+    types = [kind for kind, _ in jits.results_of(compiled)]
+    assert types == [jits.type_of(x) for x in results]
+    assert bool(seen) == callback
+
+
+def test_a_call_without_arrays_is_the_same_call():
+    class Own:  # a static argument, equal to itself alone
+        pass
+
+    step = jax.jit(lambda w, key, own, x, scale: w + x * scale, static_argnums=2)
+    mesh = jax.make_mesh((8,), ("data",), (AxisType.Auto,))
+    w = jax.device_put(np.ones(8, "f"), NamedSharding(mesh, P("data")))
+    args = w, jax.random.key(0), Own(), np.ones(8, "f"), 2.0
+    call = jits.infer(step, args, {})
+    shapes = jits.without_arrays(call)
+    assert not any(isinstance(x, jax.Array) for x in jax.tree.leaves((shapes.args, shapes.flat)))
+    assert shapes.args[2] is args[2] and shapes.args[3] is args[3]
+    assert shapes.flat[0].sharding == w.sharding and shapes.flat[1].sharding is None
+    again = jits.infer(step, shapes.args, shapes.kwargs)
+    assert again.params["jaxpr"] is call.params["jaxpr"]
+    assert jits.traced_params(shapes.traced())["jaxpr"] is call.params["jaxpr"]

@@ -13,7 +13,13 @@ from pathlib import Path
 ROOT = Path(__file__).parents[2]
 
 
-def run(processes: int, folder: Path, *scenarios: str) -> list[tuple[int, dict[str, dict], str]]:
+def run(
+    processes: int,
+    folder: Path,
+    *scenarios: str,
+    module: str = "tests.support.many_processes",
+    most_s: float = 60,
+) -> list[tuple[int, dict[str, dict], str]]:
     """Run scenarios in children; return each one's exit code, rows by scenario, and stderr."""
     with socket.socket() as free:
         free.bind(("localhost", 0))
@@ -25,7 +31,7 @@ def run(processes: int, folder: Path, *scenarios: str) -> list[tuple[int, dict[s
     children = [
         subprocess.Popen(
             [
-                *(sys.executable, "-m", "tests.support.many_processes"),
+                *(sys.executable, "-m", module),
                 *(str(rank), str(processes), str(port), str(folder), *scenarios),
             ],
             env=environment,
@@ -39,7 +45,7 @@ def run(processes: int, folder: Path, *scenarios: str) -> list[tuple[int, dict[s
     began, outcomes = time.monotonic(), []
     try:
         for child in children:
-            out, err = child.communicate(timeout=60 - (time.monotonic() - began))
+            out, err = child.communicate(timeout=most_s - (time.monotonic() - began))
             lines = [line for line in out.splitlines() if line.startswith("{")]  # gloo talks too
             rows = {row["scenario"]: row for row in map(json.loads, lines)}
             outcomes.append((child.returncode, rows, err))

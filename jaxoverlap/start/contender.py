@@ -1,0 +1,188 @@
+"""Compile a candidate while the step trains, and see whether it may run in that step's stead."""
+
+from __future__ import annotations
+
+import hashlib
+import threading
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, replace
+from typing import Any
+
+import jax
+import msgspec
+
+from jaxoverlap._jax import jits
+from jaxoverlap._jax.jobs import peak_bytes
+from jaxoverlap._jax.thread_config import inheriting
+from jaxoverlap._util.text import first_line, human_bytes
+from jaxoverlap.search.found import found
+from jaxoverlap.start.candidates import Offer
+from jaxoverlap.step.options import Options
+from jaxoverlap.step.program import StepProgram, lowered_as, step_program
+
+COMPILE_WITHIN_S = 1800.0  # seconds, after which a compilation is taken to hang
+MEMORY_SHARE = 0.95  # of a device's memory: an allocator finds no room for the last of it
+
+
+@dataclass(frozen=True)
+class Results:
+    """What the original step gave: how its results are typed and sharded, what it donated.
+
+    Attributes:
+        types: of each result: shape, dtype and whether it is weakly typed.
+        shardings: of each result.
+        deleted: of each argument, whether it was donated, and taken; None of one that is no array.
+    """
+
+    types: tuple[Any, ...]
+    shardings: tuple[jax.sharding.Sharding, ...]
+    deleted: tuple[bool | None, ...]
+
+    @classmethod
+    def of(cls, flat: Sequence[Any], results: Sequence[jax.Array]) -> Results:
+        """Return what a call of the original step gave.
+
+        Args:
+            flat: its arguments.
+            results: its results.
+        """
+        return cls(
+            tuple(map(jits.type_of, results)), tuple(x.sharding for x in results), deleted(flat)
+        )
+
+    def donates_otherwise(self, flat: Sequence[Any]) -> bool:
+        """Return whether a call took other arguments than the original step's."""
+        pairs = zip(self.deleted, deleted(flat), strict=True)
+        return any(None not in pair and pair[0] != pair[1] for pair in pairs)
+
+
+def deleted(flat: Sequence[Any]) -> tuple[bool | None, ...]:
+    """Return which arguments a call has taken; None of what is no array."""
+    return tuple(x.is_deleted() if isinstance(x, jax.Array) else None for x in flat)
+
+
+@dataclass(frozen=True)
+class Contender:
+    """A candidate that is compiled, or why it cannot run.
+
+    Attributes:
+        run: takes the flat arguments, and returns the flat results; None if it cannot run.
+        digest: a hash of what was compiled, the same in all processes.
+        peak_bytes: bytes that a device needs at most.
+        why_not: why it cannot run; empty if it can.
+    """
+
+    run: Callable[[Sequence[Any]], list[Any]] | None = None
+    digest: str = ""
+    peak_bytes: int = 0
+    why_not: str = ""
+
+
+def contender(
+    call: jits.Call, options: Options, offer: Offer, plain: Results, room_bytes: float
+) -> Contender:
+    """Compile a program that is worth a trial.
+
+    Args:
+        call: the step's call.
+        options: the user's options.
+        offer: the program, by its plan.
+        plain: what the original step gave.
+        room_bytes: bytes of a device that the step may have; infinity where not known.
+    """
+    try:
+        program = step_program(call, replace(options, plan=offer.plan, on_error="raise"), found)
+        compiled = within(lambda: _compiled(call, program), COMPILE_WITHIN_S)
+        run = jits.flat_call(compiled)
+    except TimeoutError:
+        return Contender(why_not=f"XLA did not compile it within {COMPILE_WITHIN_S:g} s")
+    except Exception as error:  # whatever it is, training goes on without this candidate
+        return Contender(why_not=f"{type(error).__name__}: {first_line(error)}")
+    facts = program.agreement.facts if program.agreement else {}
+    digest = hashlib.sha256(msgspec.json.encode(sorted(facts.items()))).hexdigest()
+    needs = peak_bytes(compiled.memory_analysis())
+    why_not = differs(compiled, plain)
+    if needs > room_bytes:
+        why_not = f"it needs {human_bytes(needs)} of a device, where {human_bytes(room_bytes)} are"
+    if why_not:
+        return Contender(digest=digest, peak_bytes=needs, why_not=why_not)
+    return Contender(run, digest, needs)
+
+
+def _compiled(call: jits.Call, program: StepProgram) -> jax.stages.Compiled:
+    with program.compiling():
+        return lowered_as(call, program).compile()
+
+
+def within[T](work: Callable[[], T], seconds: float) -> T:
+    """Return the result of work that may hang, in a thread of its own.
+
+    The caller's thread is not a daemon, so an interpreter that ends waits for the work as it does
+    for a compilation of `jax.jit`, and no longer than this.
+
+    Raises:
+        TimeoutError: if it takes longer; the thread is left to itself.
+        Exception: what the work raises.
+    """
+    result, inherited = Future[T](), inheriting(work)
+
+    def run() -> None:
+        try:
+            result.set_result(inherited())
+        except BaseException as error:
+            result.set_exception(error)
+
+    threading.Thread(target=run, name="jaxoverlap compiles", daemon=True).start()
+    return result.result(timeout=seconds)
+
+
+def differs(compiled: jax.stages.Compiled, plain: Results) -> str:
+    """Return in which result a program differs from the original step; empty if in none."""
+    for position, (made, wanted) in enumerate(
+        zip(jits.results_of(compiled), zip(plain.types, plain.shardings, strict=True), strict=True)
+    ):
+        (made_type, made_sharding), (wanted_type, wanted_sharding) = made, wanted
+        if made_type != wanted_type:
+            return f"result {position} is of type {made_type}, and not {wanted_type}"
+        rank = len(wanted_type[0])
+        same = made_sharding.is_equivalent_to(wanted_sharding, rank)
+        if not same or made_sharding.memory_kind != wanted_sharding.memory_kind:
+            return f"result {position} is sharded as {made_sharding}, and not {wanted_sharding}"
+    return ""
+
+
+def room_bytes(flat: Sequence[Any]) -> float:
+    """Return the bytes that the step may have on each device of its arguments.
+
+    That is what is not allocated now, and what the arguments have; the least of all devices.
+    Infinity where devices do not count them.
+    """
+    jax.block_until_ready([x for x in flat if isinstance(x, jax.Array)])
+    owned = dict[Any, int]()
+    for x in flat:
+        for shard in x.addressable_shards if isinstance(x, jax.Array) else ():
+            owned[shard.device] = owned.get(shard.device, 0) + shard.data.nbytes
+    rooms = [_room(device.memory_stats(), own) for device, own in owned.items()]
+    return min(rooms, default=float("inf"))
+
+
+def _room(stats: dict[str, int] | None, owned: int) -> float:
+    """Return the bytes of a device that a step may have; infinity where it does not count them.
+
+    Args:
+        stats: of its allocator.
+        owned: bytes of the step's arguments.
+    """
+    if not stats or "bytes_limit" not in stats:
+        return float("inf")
+    return stats["bytes_limit"] * MEMORY_SHARE - stats["bytes_in_use"] + owned
+
+
+def timed(run: Callable[[], Any], flat: Sequence[Any]) -> tuple[Any, float]:
+    """Run a step; return its results, and the seconds from its arguments' readiness to theirs."""
+    jax.block_until_ready([x for x in flat if isinstance(x, jax.Array) and not x.is_deleted()])
+    began = time.perf_counter()
+    results = jax.block_until_ready(run())
+    return results, time.perf_counter() - began

@@ -1,0 +1,88 @@
+"""Many processes run the same program at each step, and keep the same one."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+from jax.sharding import AxisType
+
+from jaxoverlap.start.record import PLAIN
+from tests.start import child
+from tests.start.case import arguments, make_step, train
+from tests.support.processes import run
+
+TOLERANCE = {"rtol": 2e-4, "atol": 1e-6}
+TRAINS = [scenario.__name__ for scenario in child.SCENARIOS if scenario is not child.another_step]
+NAMES = [*TRAINS, "another_step"]
+
+
+@pytest.fixture(scope="module", params=[2, 4])
+def outcomes(request, tmp_path_factory) -> dict[str, list[dict[str, Any]]]:
+    """Return what each process says of each scenario."""
+    folder = tmp_path_factory.mktemp("trials")
+    done = run(request.param, folder, *NAMES, module=child.__name__, most_s=300)
+    for code, rows, err in done:
+        assert code == 0 and list(rows) == NAMES, err[-4000:]
+    return {name: [rows[name]["result"] for _, rows, _ in done] for name in NAMES}
+
+
+@pytest.fixture(scope="module")
+def plain() -> list[float]:
+    mesh = jax.make_mesh((2, 2), ("data", "model"), (AxisType.Auto,) * 2, devices=jax.devices()[:4])
+    return train(make_step(mesh), *arguments(mesh), lambda number: number == 300)[1]
+
+
+@pytest.mark.parametrize("name", TRAINS)
+def test_all_run_the_same_programs_and_train_as_one_does(name, outcomes, plain):
+    first, *others = outcomes[name]
+    for other in others:
+        assert other["trials"]["ran"] == first["trials"]["ran"]
+        assert other["trials"]["taken"] == first["trials"]["taken"]
+        assert other["losses"] == first["losses"]
+    count = min(len(first["losses"]), len(plain))
+    np.testing.assert_allclose(first["losses"][:count], plain[:count], **TOLERANCE)
+
+
+def dropped(outcomes: Any, name: str) -> dict[str, str]:
+    (rows,) = {str(one["trials"]["candidates"]): one for one in outcomes[name]}.values()
+    return {one["name"]: one["dropped"] for one in rows["trials"]["candidates"] if one["dropped"]}
+
+
+def test_the_slowest_process_counts(outcomes):
+    (trials, *_) = (one["trials"] for one in outcomes["slower_elsewhere"])
+    assert trials["taken"] == "two_way" and trials["trial_steps"] <= 60
+    medians = {one["name"]: np.median(one["seconds"]) for one in trials["candidates"]}
+    assert medians["one_way"] > 0.08 > medians["two_way"]
+
+
+def test_process_0_finds_what_was_decided_for_all(outcomes):
+    for one in outcomes["again"]:
+        assert one["trials"]["cached"] and one["trials"]["taken"] == "two_way"
+
+
+def test_what_fails_in_one_process_is_dropped_in_all(outcomes):
+    last = len(outcomes["fails_in_one"]) - 1
+    assert list(dropped(outcomes, "fails_in_one")) == ["two_way"]
+    said = dropped(outcomes, "fails_in_one")["two_way"]
+    assert "XLA gives up here" in said and said.endswith(f"(process {last})")
+    assert dropped(outcomes, "another_in_one") == {
+        "one_way": "it is not the same program in all processes"
+    }
+
+
+def test_a_late_process_keeps_all_together(outcomes):
+    for one in outcomes["late_in_one"]:
+        assert one["trials"]["taken"] == "two_way"
+
+
+def test_where_process_0_finds_nothing_all_run_plain(outcomes):
+    for one in outcomes["search_fails"]:
+        assert one["trials"]["taken"] == PLAIN and "ZeroDivisionError" in one["trials"]["why"]
+
+
+def test_another_step_is_refused_before_it_runs(outcomes):
+    *_, last = outcomes["another_step"]
+    assert "train_step is not the same step in processes" in last
