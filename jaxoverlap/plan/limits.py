@@ -84,3 +84,5 @@ UNROLL = 2
 LAYOUT_EQUATIONS = {"repair": 5_000, "complete": 30_000, "advise": 50_000}
 # Layouts that are held against each other with rings.
 RIVAL_LAYOUTS = {"repair": 2, "complete": 3, "advise": 3}
+# The user is told of weights that every device stores if they take more of its memory than this.
+MUCH_MEMORY = 0.1

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Mapping
 from typing import Literal
@@ -84,6 +85,9 @@ class Layouts(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
         questions: how many layouts XLA's partitioner was run on.
         axes: for each mesh axis the dims that it shards, by preference; each named as a dim of an
             argument.
+        replicated_bytes: bytes of weights and optimizer state that every device has, as they are
+            sharded over no axis; 0 if they are few.
+        batch_axes: the mesh axes that shard the batch, with their devices.
         unnamed: the equations through which no dim could be followed, with their source lines.
         aborting: the equations for which XLA's partitioner may end the process, with their source
             lines; if there are any, no layout was tried.
@@ -99,6 +103,8 @@ class Layouts(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     memory_bytes: int
     questions: int
     axes: Mapping[str, tuple[str, ...]] = {}
+    replicated_bytes: int = 0
+    batch_axes: Mapping[str, int] = {}
     unnamed: tuple[str, ...] = ()
     aborting: tuple[str, ...] = ()
 
@@ -127,6 +133,15 @@ class Layouts(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
         if self.peak_bytes > self.memory_bytes:
             needed, there = human_bytes(self.peak_bytes), human_bytes(self.memory_bytes)
             remarks.append(f"It may not fit: about {needed} of a device's {there}.")
+        if self.replicated_bytes and self.batch_axes:
+            axes, devices = ", ".join(self.batch_axes), math.prod(self.batch_axes.values())
+            stored, less = self.replicated_bytes, self.replicated_bytes // devices
+            remarks.append(
+                f"Every device stores {human_bytes(stored)} of weights and optimizer state, "
+                f"sharded over no axis; over {axes} it would be {human_bytes(less)}. That changes "
+                "what is stored outside of the step, so it is yours to do: device_put them with "
+                f"a PartitionSpec that has {axes} (FSDP)."
+            )
         if self.unnamed:
             remarks.append(f"No dim was followed through {', '.join(self.unnamed)}.")
         if self.aborting:

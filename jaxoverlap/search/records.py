@@ -13,6 +13,7 @@ from jaxoverlap.passes.analysis.partitioned import SpmdProgram
 from jaxoverlap.passes.evaluated import Proposal
 from jaxoverlap.passes.halves.least_matmul import least_matmul
 from jaxoverlap.passes.halves.propose import examples
+from jaxoverlap.passes.layouts.layout import sharded_names, weights_of
 from jaxoverlap.passes.layouts.pins import Pins
 from jaxoverlap.passes.layouts.propose import aborting_convolutions, pins_of
 from jaxoverlap.passes.planning.entries import described, source_of, type_of
@@ -29,6 +30,7 @@ from jaxoverlap.plan.edits import (
     SplitBatch,
     SumCarried,
 )
+from jaxoverlap.plan.limits import MUCH_MEMORY
 from jaxoverlap.plan.speedup import milliseconds
 from jaxoverlap.plan.trail import Proposed
 from jaxoverlap.search.candidate import Candidate
@@ -79,11 +81,30 @@ def layouts_of(step: StepContext, trail: Trail, taken: Candidate) -> Layouts:
         memory_bytes=step.cost.cluster.chip.memory_bytes if step.cost else 0,
         questions=sum(1 for _ in trail.of(*LAYOUT_STAGES)),
         axes={axis: examples(jaxpr, names, order) for axis, order in layout.items()},
+        replicated_bytes=_replicated_bytes(step),
+        batch_axes={axis: step.mesh.shape[axis] for axis in _batch_axes(step, names)},
         unnamed=tuple(dict.fromkeys(map(described, names.unnamed))),
         aborting=tuple(
             dict.fromkeys(described(*at) for at in aborting_convolutions(step.edited.unpinned))
         ),
     )
+
+
+def _replicated_bytes(step: StepContext) -> int:
+    """Return the bytes of weights that are sharded over no axis; 0 if a device hardly has them."""
+    edited = step.edited.unpinned
+    weights = weights_of(edited.jaxpr)
+    pairs = zip(edited.jaxpr.invars, edited.arguments, strict=True)
+    alone = (v for v, spec in pairs if v in weights and spec is not None and not any(spec))
+    size = sum(math.prod(v.aval.shape) * v.aval.dtype.itemsize for v in alone)
+    there = step.cost.cluster.chip.memory_bytes if step.cost else math.inf
+    return size if size > MUCH_MEMORY * there else 0
+
+
+def _batch_axes(step: StepContext, names: DimNames) -> list[str]:
+    edited = step.edited.unpinned
+    _, batch = sharded_names(edited.jaxpr, edited.arguments, names)
+    return [axis for axis, size in step.mesh.shape.items() if size > 1 and axis in batch]
 
 
 def _lost(best: Candidate) -> Iterator[str]:

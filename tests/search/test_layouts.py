@@ -157,3 +157,22 @@ def test_no_layout_is_asked_about_where_xla_would_end_the_process(mesh, groups: 
     layouts = jaxoverlap.overlap(step, cluster=POD).advise(weights, x)
     assert layouts and (layouts.questions > 0) == asks
     assert ("no layout was tried" in str(layouts.lines)) != asks
+
+
+def test_weights_that_every_device_stores_are_named():
+    """What is stored outside of a step no layout changes, so the user is told."""
+    mesh = jaxoverlap.pod_mesh("h100-sxm:1x8", {"data": 8})
+
+    def shape(*dims, spec):
+        return jax.ShapeDtypeStruct(dims, jnp.float32, sharding=NamedSharding(mesh, spec))
+
+    @jax.jit
+    def step(w, x):
+        return w - jax.grad(lambda w: jnp.mean((x @ w) ** 2))(w)
+
+    for spec, told in ((P(), True), (P("data"), False)):
+        args = shape(2**16, 2**16, spec=spec), shape(8, 2**16, spec=P("data"))
+        text = str(jaxoverlap.overlap(step).explain(*args))
+        said = "Every device stores 17.2 GB of weights and optimizer state, "
+        assert (said in text) == told
+        assert ("over data it would be 2.1 GB" in text) == told
