@@ -309,13 +309,16 @@ class _Chain:
             rewriter.inner.add(id(eqn))
             return rewriter.scan(eqn, output)
         if summed_dims(eqn):
+            if name == "scatter-add" and not _is_zero(self._uses.maker(eqn.invars[0])):
+                raise NoSumError("a scatter adds to what is no zero")
             return rewriter.sum(eqn)
-        before, linear = self.carried, self._linear(eqn)
-        parts = {n: self.part(eqn.invars[n]) for n in linear}
-        if self.carried != before and (
-            name not in KEEPS_TOTAL or (name == "sub" and self._carry is eqn.invars[1])
-        ):
-            raise NoSumError(f"{name} of the total")
+        parts = dict[int, Any]()
+        for n in self._linear(eqn):
+            before = self.carried
+            parts[n] = self.part(eqn.invars[n])
+            keeps = name in KEEPS_TOTAL and not (name == "sub" and n == 1)
+            if self.carried != before and not keeps:
+                raise NoSumError(f"{name} of the total")
         return rewriter.linear(eqn, parts)
 
     def _linear(self, eqn: Any) -> Sequence[int]:

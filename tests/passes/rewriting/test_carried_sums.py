@@ -239,6 +239,32 @@ def test_only_what_is_added_leaves_a_scan(update, number):
     assert [len(edits) for edits in proposals] == [number] * bool(number)
 
 
+def subtracted(weights: Any, x: Any, tokens: Any) -> Any:
+    """Subtract a total that has had something added to it."""
+
+    def body(total: Any, part: Any) -> Any:
+        one, other = (jnp.einsum("bsd,bse->de", part, y) for y in (part, part + 1))
+        return one - (total + other), None
+
+    return lax.scan(body, jnp.ones((D, D), x.dtype), x)[0]
+
+
+def scattered(weights: Any, x: Any, tokens: Any) -> Any:
+    """Add sums of rows onto ones."""
+    table, (up, _, _) = weights
+
+    def body(total: Any, part: Any) -> Any:
+        rows, which = part
+        return total + jnp.ones((WORDS, F), x.dtype).at[which].add(rows @ up[0]), None
+
+    return lax.scan(body, jnp.ones((WORDS, F), x.dtype), (x, tokens))[0]
+
+
+@pytest.mark.parametrize("step", [subtracted, scattered])
+def test_totals_that_are_no_sum_of_parts_stay(step):
+    assert check_numbers(step, MESHES[1], jnp.float32) == []
+
+
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
