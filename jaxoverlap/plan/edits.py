@@ -377,7 +377,7 @@ class InterleaveColumns(_Edit, frozen=True, kw_only=True):
 
     @property
     def why(self) -> str:
-        """What the step does as it is written."""
+        """Say what the step does as it is written."""
         axes = ", ".join(self.axes)
         return (
             f"the matmul at {self.source} has {len(self.sections)} parts, which are slices of "
@@ -415,7 +415,7 @@ class SumCarried(_Edit, frozen=True, kw_only=True):
 
     @property
     def why(self) -> str:
-        """What the step does as it is written."""
+        """Say what the step does as it is written."""
         axes = ", ".join(self.axes)
         return f"the loop at {self.source} adds up gradients over {axes} in each iteration"
 

@@ -17,7 +17,7 @@ _POLL_MS = 1000  # the longest that a wait may hold up a Ctrl-C
 
 
 class Board:
-    """What the processes of one step have written, by name.
+    """Holds the values that the processes of one step have written, by name.
 
     Attributes:
         processes: those that run the step.

@@ -34,7 +34,7 @@ class Offer(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Offers(msgspec.Struct, frozen=True, kw_only=True):
-    """What a search offers, or why there is nothing to try.
+    """Holds the programs that a search offers, or why there is nothing to try.
 
     Attributes:
         offers: the programs, the best by simulation or estimate first.

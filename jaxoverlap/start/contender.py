@@ -28,7 +28,7 @@ MEMORY_SHARE = 0.95  # of a device's memory: an allocator finds no room for the 
 
 @dataclass(frozen=True)
 class Results:
-    """What the original step gave: how its results are typed and sharded, what it donated.
+    """Records how the original step typed and sharded its results, and which arguments it donated.
 
     Attributes:
         types: of each result: shape, dtype and whether it is weakly typed.

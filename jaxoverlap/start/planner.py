@@ -14,7 +14,7 @@ from jaxoverlap.start.record import PLAIN, Timed, Trials
 
 
 class Made(msgspec.Struct, frozen=True, kw_only=True):
-    """What became of a candidate in one process.
+    """Records whether a candidate can run in one process.
 
     Attributes:
         digest: a hash of what was compiled.

@@ -1,1 +1,1 @@
-"""What a step keeps of its forward pass, and what it computes again in the backward pass."""
+"""Choose and change what a step keeps of its forward pass for the backward pass."""

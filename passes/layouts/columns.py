@@ -192,7 +192,7 @@ class _Columns:
         dim, n = self.dim(self._edit.parted), self._devices
 
         def take(x: Array) -> list[Array]:
-            apart = self._apart(x, dim)
+            apart = self._at(_divided(x, dim, n), dim)
             own = lax.slice_in_dim(
                 apart, part.first // n, (part.first + part.size) // n, 1, dim + 1
             )
@@ -208,8 +208,7 @@ class _Columns:
         def join(*values: Array) -> list[Array]:
             every = []
             for part, value in zip(parts, values, strict=True):
-                x = part.view(value)
-                every.append(self._at(_divided(x, dim, n), dim))
+                every.append(self._at(_divided(part.view(value), dim, n), dim))
             x = lax.concatenate(every, dim + 1)
             return [self._at(_merged(x, dim), dim)]
 
@@ -242,10 +241,6 @@ class _Columns:
             for end, size in zip(ends, sections, strict=True)
         ]
         return [self._stored(lax.concatenate(every, dim))]
-
-    def _apart(self, x: Array, dim: int) -> Array:
-        """Return a fused value with a dim of devices before that of the columns of each."""
-        return self._at(_divided(x, dim, self._devices), dim)
 
     def _at(self, x: Array, dim: int) -> Array:
         """Constrain the dim of the devices."""

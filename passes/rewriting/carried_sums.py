@@ -21,10 +21,10 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import jax.numpy as jnp
+import msgspec
 from jax.sharding import Mesh
 
 from jaxoverlap._jax import compat
@@ -32,7 +32,7 @@ from jaxoverlap.passes.analysis.dims import DimNames, Name
 from jaxoverlap.passes.edited import EditedStep, check_named, misfit
 from jaxoverlap.passes.evaluated import Evaluated, Proposal
 from jaxoverlap.passes.planning.entries import line_of
-from jaxoverlap.passes.rewriting.late_sums import axes_by_name
+from jaxoverlap.passes.rewriting.late_sums import axes_by_name, scans_of
 from jaxoverlap.passes.rewriting.partial_sums import (
     KEEPS_TOTAL,
     NoSumError,
@@ -78,44 +78,21 @@ def propose(step: Evaluated) -> Iterator[Proposal]:
     First over the axes that do not shard the total, which needs no memory; then over all.
     """
     carried = [*_carried(step)]
-    free = [one.edit(one.free) for one in carried if one.free]
+    free = [msgspec.structs.replace(edit, axes=axes) for edit, axes in carried if axes]
     if free:
         yield Proposal(tuple(free))
-    every = [one.edit(one.axes) for one in carried]
+    every = [edit for edit, _ in carried]
     if every != free:
         yield Proposal(tuple(every))
 
 
-@dataclass(frozen=True)
-class _Carried:
-    """A carry that a scan adds sums into.
+def _carried(step: Evaluated) -> Iterator[tuple[SumCarried, _Axes]]:
+    """Yield an edit for each carry of a scan into which sums over the batch are added.
 
-    Attributes:
-        scan: the number of the scan.
-        carry: the position of the carry.
-        source: the source line of the scan.
-        sums: the dims that each sum adds up, and the mesh axes on them.
-        axes: the mesh axes that all of them add up over.
-        free: those that do not shard the total.
+    Each is over all axes that its sums have; with it come those that do not shard the total.
     """
-
-    scan: int
-    carry: int
-    source: str
-    sums: tuple[Summand, ...]
-    axes: _Axes
-    free: _Axes
-
-    def edit(self, axes: _Axes) -> SumCarried:
-        return SumCarried(
-            scan=self.scan, carry=self.carry, source=self.source, axes=axes, sums=self.sums
-        )
-
-
-def _carried(step: Evaluated) -> Iterator[_Carried]:
-    """Yield the carries of a step's scans into which sums over the batch are added."""
     edited = step.step
-    scans = list(_scans(edited.jaxpr))
+    scans = list(scans_of(edited.jaxpr))
     if not any(_accumulates(scan, k) for scan in scans for k in range(compat.scan_counts(scan)[1])):
         return
     names = DimNames(edited.jaxpr)
@@ -143,7 +120,14 @@ def _carried(step: Evaluated) -> Iterator[_Carried]:
                 done |= rewriter.inner
                 own = _own_axes(names.of(total), edited, names)
                 free = tuple(axis for axis in common if axis not in own)
-                yield _Carried(number, carry, line_of(scan, ()), tuple(sums), common, free)
+                edit = SumCarried(
+                    scan=number,
+                    carry=carry,
+                    source=line_of(scan, ()),
+                    axes=common,
+                    sums=tuple(sums),
+                )
+                yield edit, free
 
 
 def _accumulates(scan: Any, carry: int) -> bool:
@@ -191,17 +175,8 @@ def _summand(eqn: Any, names: DimNames, axes: Mapping[Name, _Axes], mesh: Mesh) 
     return tuple(tuple(sorted(of_operand.items())) for of_operand in cut)
 
 
-def _scans(jaxpr: Any) -> Iterator[Any]:
-    """Yield the scans of a jaxpr, inner ones before those around them, as `SumLate` counts."""
-    for eqn in jaxpr.eqns:
-        for body in compat.jaxprs_in(eqn):
-            yield from _scans(body)
-        if eqn.primitive.name == "scan":
-            yield eqn
-
-
 class _Scans:
-    """One walk over a step that rewrites one scan, counted as `_scans` does."""
+    """One walk over a step that rewrites one scan, counted as `scans_of` does."""
 
     def __init__(self, number: int, rewrite: Callable[[Any], list[Any]]):
         self._number, self._rewrite, self.count = number, rewrite, 0

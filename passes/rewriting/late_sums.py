@@ -75,7 +75,7 @@ def late_sums(
         shardings: how the operands and results of its matmuls lie, by their number.
     """
     axes = axes_by_name(step, names, shardings)
-    for number, scan in enumerate(_scans(step.jaxpr)):
+    for number, scan in enumerate(scans_of(step.jaxpr)):
         body = scan.params["jaxpr"]
         _, num_carry = compat.scan_counts(scan)
         for output, var in enumerate(body.outvars[num_carry:]):
@@ -112,11 +112,11 @@ def _cut(eqn: Any, names: DimNames, axes: Mapping[int, tuple[str, ...]], mesh: M
     return tuple(found)
 
 
-def _scans(jaxpr: Any) -> Iterator[Any]:
+def scans_of(jaxpr: Any) -> Iterator[Any]:
     """Yield the scans of a jaxpr, inner ones before those around them."""
     for eqn in jaxpr.eqns:
         for body in compat.jaxprs_in(eqn):
-            yield from _scans(body)
+            yield from scans_of(body)
         if eqn.primitive.name == "scan":
             yield eqn
 
@@ -195,7 +195,7 @@ def _is_linear(eqn: Any) -> bool:
 
 
 class _Late:
-    """One walk over a step: it counts the scans as `_scans` does."""
+    """One walk over a step: it counts the scans as `scans_of` does."""
 
     def __init__(self, wanted: Mapping[int, Mapping[int, SumLate]], mesh: Mesh):
         self.wanted, self.mesh = wanted, mesh

@@ -11,7 +11,6 @@ Fourier transforms.
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -51,18 +50,13 @@ def run(step: EditedStep, edits: Sequence[TransformPerShard]) -> EditedStep:
         by_body.setdefault(edit.body, {})[edit.position] = edit
 
     def visit(body: Body) -> list[Any] | None:
-        here = by_body.get(body.index)
-        return (
-            None
-            if here is None
-            else [
-                made
-                for position, eqn in enumerate(body.eqns)
-                for made in (
-                    _per_shard(eqn, here[position], step.mesh) if position in here else [eqn]
-                )
-            ]
-        )
+        if (here := by_body.get(body.index)) is None:
+            return None
+        made: list[Any] = []
+        for position, eqn in enumerate(body.eqns):
+            edit = here.get(position)
+            made += [eqn] if edit is None else _per_shard(eqn, edit, step.mesh)
+        return made
 
     return step.to(map_bodies(step.jaxpr, visit))
 
@@ -139,7 +133,5 @@ def _per_shard(eqn: Any, edit: TransformPerShard, mesh: Mesh) -> list[Any]:
     def transform(x: Array) -> list[Array]:
         return compat.evaluate_eqn(eqn, [x])
 
-    fn = functools.partial(
-        jax.shard_map(transform, mesh=mesh, in_specs=spec, out_specs=[spec], check_vma=False)
-    )
+    fn = jax.shard_map(transform, mesh=mesh, in_specs=spec, out_specs=[spec], check_vma=False)
     return inlining.inline(fn, eqn.invars, eqn.outvars, eqn)

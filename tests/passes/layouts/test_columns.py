@@ -13,27 +13,21 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from jax import lax
-from jax.sharding import AxisType, Mesh, NamedSharding
+from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jaxoverlap._jax import compat
 from jaxoverlap.passes.analysis.errors import UserError
-from jaxoverlap.passes.analysis.flatten import flatten
 from jaxoverlap.passes.analysis.partitioned import Shardings
 from jaxoverlap.passes.apply import apply
 from jaxoverlap.passes.edited import EditedStep
 from jaxoverlap.passes.layouts import columns
 from jaxoverlap.plan.edits import InterleaveColumns
+from tests.support.edited import edited_of, evaluated, mesh_of
 from tests.support.evaluated import evaluated_of
 
 B, S, D, HEADS, DIM, LAYERS = 8, 4, 16, 8, 4, 2
 N = HEADS * DIM
 MESHES = ({"fsdp": 2, "tp": 4}, {"tp": 8}, {"data": 2, "fsdp": 2, "tp": 2})
-
-
-def mesh_of(axes: dict[str, int]) -> Mesh:
-    devices = np.asarray(jax.devices()[:8]).reshape(tuple(axes.values()))
-    return Mesh(devices, tuple(axes), axis_types=(AxisType.Auto,) * len(axes))
 
 
 def by_split(y: Any) -> Any:
@@ -92,7 +86,7 @@ def step_of(parts: Any, *, scanned: bool, remat: bool, einsum: str = "bsd,dn->bs
     return step
 
 
-def arguments(mesh: Mesh, size: int, *, turned: bool = False) -> tuple[Any, Any]:
+def arguments(mesh: Mesh, size: int, *, transposed: bool = False) -> tuple[Any, Any]:
     rng = np.random.default_rng(0)
 
     def array(spec: tuple[Any, ...], *shape: int) -> Any:
@@ -101,7 +95,7 @@ def arguments(mesh: Mesh, size: int, *, turned: bool = False) -> tuple[Any, Any]
         return jax.device_put(value, NamedSharding(mesh, P(*spec)))
 
     fused = (None, "tp", "fsdp"), (LAYERS, size, D)
-    if not turned:
+    if not transposed:
         fused = (None, "fsdp", "tp"), (LAYERS, D, size)
     out = array((None, "tp", "fsdp"), LAYERS, N, D)
     return (array(fused[0], *fused[1]), out), array(("fsdp",), B, S, D)
@@ -109,9 +103,7 @@ def arguments(mesh: Mesh, size: int, *, turned: bool = False) -> tuple[Any, Any]
 
 def proposed(step: Any, args: Any, mesh: Mesh) -> tuple[EditedStep, list[InterleaveColumns]]:
     """Return a step, and the edits that are proposed where all columns are sharded over `tp`."""
-    jaxpr = flatten(jax.make_jaxpr(step)(*args).jaxpr)
-    specs = (compat.axes_by_dim(x.sharding.spec, x.ndim) for x in jax.tree.leaves(args))
-    edited = EditedStep(jaxpr, mesh, tuple(specs))
+    edited = edited_of(step, args, mesh)
 
     def sharded(var: Any) -> Any:
         wide = [dim for dim, size in enumerate(var.aval.shape) if size >= N]
@@ -129,8 +121,7 @@ def check_numbers(step: Any, args: Any, mesh: Mesh) -> list[InterleaveColumns]:
     """Compare a step whose columns are permuted with the step without devices."""
     edited, edits = proposed(step, args, mesh)
     wanted = jax.tree.leaves(jax.jit(step)(*jax.tree.map(np.asarray, args)))
-    jaxpr = apply(edited, edits).jaxpr
-    got = jax.jit(lambda *xs: jax.core.eval_jaxpr(jaxpr, (), *xs))(*jax.tree.leaves(args))
+    got = evaluated(apply(edited, edits).jaxpr, args)
     for one, theirs in zip(got, wanted, strict=True):
         np.testing.assert_allclose(one, theirs, rtol=2e-5, atol=2e-5)
     return edits
@@ -141,29 +132,29 @@ DRAWN = given(
     name=st.sampled_from([*PARTS]),
     scanned=st.booleans(),
     remat=st.booleans(),
-    turned=st.booleans(),
+    transposed=st.booleans(),
 )
 
 
 @settings(max_examples=8, deadline=None)
 @DRAWN
-def test_no_number_changes(axes, name, scanned, remat, turned):
-    check_drawn(axes, name, scanned, remat, turned)
+def test_no_number_changes(axes, name, scanned, remat, transposed):
+    check_drawn(axes, name, scanned, remat, transposed)
 
 
 @pytest.mark.nightly
 @settings(max_examples=300, deadline=None)
 @DRAWN
-def test_no_number_of_300_changes(axes, name, scanned, remat, turned):
-    check_drawn(axes, name, scanned, remat, turned)
+def test_no_number_of_300_changes(axes, name, scanned, remat, transposed):
+    check_drawn(axes, name, scanned, remat, transposed)
 
 
-def check_drawn(axes, name, scanned, remat, turned) -> None:
-    einsum = "bsd,nd->bsn" if turned else "bsd,dn->bsn"
+def check_drawn(axes, name, scanned, remat, transposed) -> None:
+    einsum = "bsd,nd->bsn" if transposed else "bsd,dn->bsn"
     step = step_of(PARTS[name], scanned=scanned, remat=remat, einsum=einsum)
     mesh = mesh_of(axes)
     size = 2 * N if name == "by_groups" else 3 * N
-    edits = check_numbers(step, arguments(mesh, size, turned=turned), mesh)
+    edits = check_numbers(step, arguments(mesh, size, transposed=transposed), mesh)
     runs = 1 if scanned else LAYERS
     if name == "by_groups" and axes["tp"] == 8:
         assert not edits, "four heads of keys are not for eight devices"

@@ -12,28 +12,21 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from jax import lax
-from jax.sharding import AxisType, Mesh, NamedSharding
+from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jaxoverlap
-from jaxoverlap._jax import compat
 from jaxoverlap.passes.analysis.errors import UserError
-from jaxoverlap.passes.analysis.flatten import flatten
 from jaxoverlap.passes.analysis.partitioned import SpmdProgram
 from jaxoverlap.passes.apply import apply
-from jaxoverlap.passes.edited import EditedStep
 from jaxoverlap.passes.estimation.estimate import Estimate
 from jaxoverlap.passes.layouts.propose import propose_lookups, propose_starts
 from jaxoverlap.plan.edits import PinArgument, PinValue
+from tests.support.edited import edited_of, evaluated, mesh_of
 from tests.support.evaluated import evaluated_of
 
 ROWS, TOKENS, WIDTH, LAYERS = 16, 8, 16, 8
 MESHES = ({"data": 8}, {"data": 2, "model": 4}, {"data": 4, "model": 2})
-
-
-def mesh_of(axes: dict[str, int]) -> Mesh:
-    devices = np.asarray(jax.devices()[:8]).reshape(tuple(axes.values()))
-    return Mesh(devices, tuple(axes), axis_types=(AxisType.Auto,) * len(axes))
 
 
 def layers(weights: Any, x: Any) -> Any:
@@ -89,12 +82,6 @@ def at_once(weights: Any, batch: Any, parts: int) -> Any:
 STEPS = {fn.__name__: fn for fn in (by_reshape, by_slice, by_index, at_once)}
 
 
-def edited_of(fn: Any, args: tuple[Any, ...], mesh: Mesh) -> EditedStep:
-    jaxpr = flatten(jax.make_jaxpr(fn)(*args))
-    specs = (compat.axes_by_dim(x.sharding.spec, x.ndim) for x in args)
-    return EditedStep(jaxpr.jaxpr if hasattr(jaxpr, "jaxpr") else jaxpr, mesh, tuple(specs))
-
-
 def arguments(mesh: Mesh, rows: Any, columns: Any, batch: Any) -> tuple[Any, Any]:
     rng = np.random.default_rng(0)
     weights = rng.normal(size=(LAYERS, WIDTH, WIDTH)).astype(np.float32) / WIDTH
@@ -138,8 +125,7 @@ def check_numbers(axes: Any, name: str, parts: int, batch: Any, columns: bool) -
     edited = edited_of(step, args, mesh)
     wanted = jax.jit(step)(*map(np.asarray, args))
     for proposal in propose_starts(evaluated_of(edited)):
-        pinned = apply(edited, proposal.edits).jaxpr
-        got = jax.jit(lambda *xs, jaxpr=pinned: jax.core.eval_jaxpr(jaxpr, (), *xs))(*args)
+        got = evaluated(apply(edited, proposal.edits).jaxpr, args)
         for one, theirs in zip(got, wanted, strict=True):
             np.testing.assert_allclose(one, theirs, rtol=2e-5, atol=2e-5)
 

@@ -14,29 +14,23 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from jax import lax
-from jax.sharding import AxisType, Mesh, NamedSharding
+from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jaxoverlap
-from jaxoverlap._jax import compat
 from jaxoverlap.passes.analysis.errors import UserError
-from jaxoverlap.passes.analysis.flatten import flatten
 from jaxoverlap.passes.analysis.partitioned import Shardings
 from jaxoverlap.passes.apply import apply
 from jaxoverlap.passes.edited import EditedStep
 from jaxoverlap.passes.rewriting import carried_sums
 from jaxoverlap.plan.edits import SumCarried
+from tests.support.edited import edited_of, evaluated, mesh_of
 from tests.support.evaluated import evaluated_of
 from tests.support.pods import marked
 from tests.support.pods import pytestmark as pods
 
 MICRO, LAYERS, B, S, D, F, WORDS = 3, 2, 8, 4, 8, 16, 24
 MESHES = ({"replica": 2, "fsdp": 4}, {"fsdp": 8}, {"replica": 2, "fsdp": 2, "tp": 2})
-
-
-def mesh_of(axes: dict[str, int]) -> Mesh:
-    devices = np.asarray(jax.devices()[:8]).reshape(tuple(axes.values()))
-    return Mesh(devices, tuple(axes), axis_types=(AxisType.Auto,) * len(axes))
 
 
 def layer(x: Any, w: Any) -> Any:
@@ -116,12 +110,6 @@ def batch_of(mesh: Mesh) -> tuple[str, ...]:
     return tuple(axis for axis in mesh.axis_names if axis != "tp")
 
 
-def edited_of(step: Any, args: tuple[Any, ...], mesh: Mesh) -> EditedStep:
-    jaxpr = flatten(jax.make_jaxpr(step)(*args).jaxpr)
-    specs = (compat.axes_by_dim(x.sharding.spec, x.ndim) for x in jax.tree.leaves(args))
-    return EditedStep(jaxpr, mesh, tuple(specs))
-
-
 def proposed(edited: EditedStep) -> list[tuple[SumCarried, ...]]:
     """Return the edits that are proposed for a step whose rows are sharded in all matmuls."""
 
@@ -147,10 +135,7 @@ def check_numbers(step: Any, axes: dict[str, int], dtype: Any) -> list[tuple[Sum
     proposals = proposed(edited)
     tolerance = 2e-5 if dtype == jnp.float32 else 2e-2
     for edits in proposals:
-        jaxpr = apply(edited, edits).jaxpr
-        got = jax.jit(lambda *xs, jaxpr=jaxpr: jax.core.eval_jaxpr(jaxpr, (), *xs))(
-            *jax.tree.leaves(args)
-        )
+        got = evaluated(apply(edited, edits).jaxpr, args)
         for one, theirs in zip(got, wanted, strict=True):
             one, theirs = np.asarray(one, np.float32), np.asarray(theirs, np.float32)
             np.testing.assert_allclose(one, theirs, rtol=tolerance, atol=tolerance)
@@ -251,7 +236,7 @@ def subtracted(weights: Any, x: Any, tokens: Any) -> Any:
 
 def scattered(weights: Any, x: Any, tokens: Any) -> Any:
     """Add sums of rows onto ones."""
-    table, (up, _, _) = weights
+    _, (up, _, _) = weights
 
     def body(total: Any, part: Any) -> Any:
         rows, which = part

@@ -10,29 +10,16 @@ import msgspec
 import numpy as np
 import pytest
 from jax import lax
-from jax.sharding import AxisType, NamedSharding
+from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jaxoverlap._jax import compat
 from jaxoverlap.passes.analysis.errors import UserError
-from jaxoverlap.passes.analysis.flatten import flatten
 from jaxoverlap.passes.apply import apply
-from jaxoverlap.passes.edited import EditedStep
 from jaxoverlap.passes.rewriting import per_shard
+from tests.support.edited import edited_of, mesh_of
 from tests.support.evaluated import evaluated_of
 
 B, S, D = 8, 16, 8
-
-
-def mesh_of(**axes):
-    devices = np.asarray(jax.devices()[:8]).reshape(tuple(axes.values()))
-    return jax.sharding.Mesh(devices, tuple(axes), axis_types=(AxisType.Auto,) * len(axes))
-
-
-def edited_of(step, args, mesh):
-    jaxpr = flatten(jax.make_jaxpr(step)(*args).jaxpr)
-    specs = (compat.axes_by_dim(x.sharding.spec, x.ndim) for x in jax.tree.leaves(args))
-    return EditedStep(jaxpr, mesh, tuple(specs))
 
 
 def mixing(w, x):
@@ -64,7 +51,7 @@ def operator(w, x):
      ({"data": 2, "sp": 2, "tp": 2}, ("data", "sp", "tp"))],
 )  # fmt: skip
 def test_numbers_are_those_without_devices(step, axes, spec):
-    mesh = mesh_of(**axes)
+    mesh = mesh_of(axes)
     rng = np.random.default_rng(0)
     w = jnp.asarray(rng.standard_normal((2, D, D)) / 9, jnp.float32)
     x = jnp.asarray(rng.standard_normal((B, S, D)), jnp.float32)
@@ -88,7 +75,7 @@ def test_numbers_are_those_without_devices(step, axes, spec):
 
 
 def test_what_cannot_be_sharded_is_refused():
-    mesh = mesh_of(data=8)
+    mesh = mesh_of({"data": 8})
     x = jax.device_put(jnp.ones((B, S, D)), NamedSharding(mesh, P("data")))
     edited = edited_of(lambda x: jnp.fft.fft(x * 2), (x,), mesh)
     (proposal,) = per_shard.propose(evaluated_of(edited))
@@ -106,7 +93,7 @@ def test_what_cannot_be_sharded_is_refused():
 
 
 def test_a_step_without_transforms_gets_no_proposal():
-    mesh = mesh_of(data=8)
+    mesh = mesh_of({"data": 8})
     x = jax.device_put(jnp.ones((B, D)), NamedSharding(mesh, P("data")))
     edited = edited_of(lambda x: x @ x.T, (x,), mesh)
     assert [*per_shard.propose(evaluated_of(edited))] == []
