@@ -40,7 +40,7 @@ from jaxoverlap.search.stages import LAYOUT_STAGES, SPLIT
 from jaxoverlap.simulation import hlo
 from jaxoverlap.step.context import StepContext
 
-_AFTER_PINS = (GatherTable, InterleaveColumns, MoveFirst, SumCarried)
+_AFTER_PINS = (GatherTable, MoveFirst, SumCarried)
 _PER_SEQUENCE = (  # no rule can find this out
     "  If the shard_map computes each sequence alone, jaxoverlap.per_sequence(fn) says so, and "
     "it is split too."
@@ -64,7 +64,7 @@ def layouts_of(step: StepContext, trail: Trail, taken: Candidate) -> Layouts:
     only_pins = next(one for one in reversed(best.line) if not one.has(*_AFTER_PINS))
 
     def gain_s(site: int) -> float | None:
-        fewer = (edit for edit in only_pins.edits if getattr(edit, "site", None) != site)
+        fewer = (e for e in only_pins.edits if not (isinstance(e, Pin) and e.site == site))
         without_s = by_edits.get(frozenset(fewer), math.inf)
         return without_s - only_pins.seconds if without_s < math.inf else None
 
@@ -152,7 +152,7 @@ def _kept(best: Candidate) -> list[KeptEdit]:
     """Return the further edits of a layout, each with its share of what its pass saves."""
     kept = []
     for one in best.line[1:]:
-        edits = [e for e in one.proposal.edits if isinstance(e, _AFTER_PINS)]
+        edits = [e for e in one.proposal.edits if isinstance(e, (InterleaveColumns, *_AFTER_PINS))]
         if edits and one.parent:
             gain_s = (one.parent.seconds - one.seconds) / len(edits)
             kept += [KeptEdit(edit=str(edit), gain_s=gain_s) for edit in edits]
