@@ -9,7 +9,7 @@ from typing import Any
 from jaxoverlap.passes.edited import EditedStep
 from jaxoverlap.passes.evaluated import Evaluated, Proposal
 from jaxoverlap.passes.halves import halve, split_exchange
-from jaxoverlap.passes.keep import keep
+from jaxoverlap.passes.keep import keep, recompute
 from jaxoverlap.passes.layouts import columns, moved_first, pins, tied, values
 from jaxoverlap.passes.rewriting import (
     carried_sums,
@@ -35,6 +35,7 @@ from jaxoverlap.plan.edits import (
     PinResults,
     PinValue,
     ReadGathered,
+    Recompute,
     ScatterLookup,
     ShareViews,
     SplitBatch,
@@ -69,6 +70,7 @@ class RegisteredPass:
 
 PASSES = (
     RegisteredPass("types dropped", (DropTypes,), drop_types.run),
+    RegisteredPass("layers recomputed", (Recompute,), recompute.run),
     RegisteredPass("values kept", (Keep,), keep.run),
     RegisteredPass("values pinned", (PinArgument, PinValue), values.run),
     RegisteredPass("tied tables", (GatherTable,), tied.run, tied.propose),

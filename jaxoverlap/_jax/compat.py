@@ -16,6 +16,7 @@ from typing import Any
 import jax
 import numpy as np
 from jax._src import (
+    ad_checkpoint,
     api,
     config,
     core,
@@ -208,6 +209,44 @@ def with_binders(jaxpr: Jaxpr, invars: Sequence[Any], outvars: Sequence[Any]) ->
     """A jaxpr with other operands and results, which have no names."""
     debug_info = jaxpr.debug_info.with_unknown_names()
     return jaxpr.replace(invars=list(invars), outvars=list(outvars), debug_info=debug_info)
+
+
+def jaxpr_of(invars: Sequence[Any], outvars: Sequence[Any], eqns: Sequence[JaxprEqn]) -> Jaxpr:
+    """A jaxpr of some equations, with variables of its own."""
+    env = {v: core.Var(v.aval) for v in invars}
+
+    def own(atom: Any) -> Any:
+        return atom if isinstance(atom, core.Literal) else env[atom]
+
+    made = []
+    for eqn in eqns:
+        read = [own(atom) for atom in eqn.invars]
+        new = [v if is_dropped(v) else core.Var(v.aval) for v in eqn.outvars]
+        env.update(zip(eqn.outvars, new, strict=True))
+        made.append(eqn.replace(invars=read, outvars=new))
+    debug_info = core.DebugInfo("checkpoint", "recomputed", None, None)
+    effects = core.join_effects(*(eqn.effects for eqn in made))
+    return core.Jaxpr([], [*map(own, invars)], [*map(own, outvars)], made, effects, debug_info)
+
+
+def new_remat(
+    body: Jaxpr, invars: Sequence[Any], outvars: Sequence[Any], like: JaxprEqn
+) -> JaxprEqn:
+    """A `jax.checkpoint` that was differentiated, and that XLA may share with nothing.
+
+    Args:
+        body: what it computes.
+        invars, outvars: its operands and results.
+        like: an equation whose source line, name stack and context it has.
+    """
+    params = dict(jaxpr=body, prevent_cse=False, differentiated=True, policy=None)
+    return like.replace(
+        primitive=ad_checkpoint.remat_p,
+        invars=list(invars),
+        outvars=list(outvars),
+        params=params,
+        effects=body.effects,
+    )
 
 
 def without_dead(jaxpr: Jaxpr) -> Jaxpr:

@@ -180,8 +180,9 @@ def overlap(
             `cluster`.
         memory: the memory that a device may need: a share of its own, as in 0.9, or as in "70GB".
             Values that `jax.checkpoint` would compute again are then kept as long as the step is
-            faster for it; the compiled step needs no more, or is refused. None keeps what the
-            program keeps. Needs a cost table of the GPU.
+            faster for it, and layers of a step that needs more are recomputed; the compiled step
+            needs no more, or is refused. None keeps what the program keeps. Needs a cost table of
+            the GPU. A step that needs more as it is written does not start at once.
         keep, recompute: values that are kept in any case, or are not kept by `memory`: names of
             `jax.ad_checkpoint.checkpoint_name`, or source lines ("gpt.py:88"), of values that
             `jax.checkpoint` computes again.

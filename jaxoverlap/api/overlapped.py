@@ -23,10 +23,11 @@ from jaxoverlap.passes.analysis.partitioned import partitioned
 from jaxoverlap.passes.analysis.partitioner_collectives import partitioner_collectives
 from jaxoverlap.plan.plan import Plan
 from jaxoverlap.search.choice import CompiledChoice, decided, faster, found_to_compile
-from jaxoverlap.search.found import found, layouts_found
+from jaxoverlap.search.found import found, layouts_found, with_offer
 from jaxoverlap.search.layouts import Layouts
 from jaxoverlap.search.never_slower import predicted
 from jaxoverlap.start.at_once import AtOnce
+from jaxoverlap.start.contender import fits_as_written
 from jaxoverlap.start.record import Trials
 from jaxoverlap.start.settings import Start
 from jaxoverlap.step.context import mesh_of, prepare
@@ -225,6 +226,10 @@ class Overlapped:
                 return None  # nothing is decided on it
             if is_pod(mesh) or mesh.size == 1 or not self._start.is_plain(mesh):
                 return None
+            if self._options.memory is not None and (
+                self._seen.get(key) is not None or not fits_as_written(call, self._options)
+            ):
+                return None  # it is decided before the first step
             with self._lock:
                 if (started := self._started.get(key)) is None:
                     started = AtOnce(call, self._options, self._start)
@@ -249,6 +254,7 @@ class Overlapped:
         call, program = self._planned(args, kwargs)
         plan = program.plan or pass_result(call, self._options, found).plan
         with own_faults(plan.step):
+            plan = with_offer(prepare(call, self._options), self._options, plan)
             after = partitioned(call.traced(), program.inner["jaxpr"], mesh_of(call), ask=False)
             return msgspec.structs.replace(
                 plan, remaining=partitioner_collectives(after.module, plan.mesh)

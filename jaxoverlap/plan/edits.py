@@ -44,6 +44,29 @@ class DropTypes(_Edit, frozen=True, kw_only=True):
         return f"make the shardings in types constraints{free}"
 
 
+class Recompute(_Edit, frozen=True, kw_only=True):
+    """What a layer saves for the backward pass is computed again there, from the layer's inputs.
+
+    Attributes:
+        source: the line of the layer's first equation.
+        values: how many values it would save.
+        places: the number of the jaxpr that the layer stands in, outer ones first in the step with
+            its jits opened, the index of its first equation there, and of the one behind its last
+            one; for what each step of a scan computes twice the scan's; one for each equal layer.
+        bytes_freed: what a device keeps less by it, in all, as estimated; 0 where not known.
+    """
+
+    source: str
+    values: int
+    places: Annotated[tuple[tuple[int, int, int], ...], msgspec.Meta(min_length=1)]
+    bytes_freed: int = 0
+
+    def __str__(self) -> str:
+        layers = f" in {len(self.places)} layers" if len(self.places) > 1 else ""
+        size = f", {human_bytes(self.bytes_freed)} less" if self.bytes_freed else ""
+        return f"recompute {self.values} values of the layer at {self.source}{layers}{size}"
+
+
 class Keep(_Edit, frozen=True, kw_only=True):
     """A value of the forward pass is saved for the backward pass, and not recomputed.
 
@@ -466,7 +489,7 @@ class ShareViews(_Edit, frozen=True, kw_only=True):
 
 
 Edit = (
-    DropTypes | Keep | PinArgument | PinValue | GatherTable | Pin | PinResults
+    DropTypes | Recompute | Keep | PinArgument | PinValue | GatherTable | Pin | PinResults
     | InterleaveColumns | MoveFirst | SumCarried | SplitBatch | ScatterLookup | ReadGathered
     | MakeRing | GatherAhead | TransformPerShard | SumLate | SplitExchange | ShareViews
 )  # fmt: skip
@@ -475,6 +498,7 @@ Edit = (
 # The order of edits. Pins stand before a batch split, and after it for the matmuls of its parts.
 ORDER: tuple[tuple[type[_Edit], ...], ...] = (
     (DropTypes,),
+    (Recompute,),
     (Keep,),
     (PinArgument, PinValue),
     (GatherTable, Pin, PinResults),
@@ -491,7 +515,7 @@ ORDER: tuple[tuple[type[_Edit], ...], ...] = (
     (SplitExchange,),
     (ShareViews,),
 )
-_AFTER_SPLIT = 8
+_AFTER_SPLIT = 9
 LAYOUTS = tuple(kind for kinds in ORDER[: _AFTER_SPLIT - 1] for kind in kinds)
 """The kinds of edits that come before a batch split and before rings."""
 REPAIRS = (PinArgument, PinValue, InterleaveColumns, SumCarried)

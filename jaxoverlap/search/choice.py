@@ -25,12 +25,13 @@ from jaxoverlap.flags import is_gpu
 from jaxoverlap.flags.published import COMPARED, accepted
 from jaxoverlap.flags.required import NVLINK_STREAM, SEEN
 from jaxoverlap.passes.analysis.errors import UserError
+from jaxoverlap.plan.edits import Recompute
 from jaxoverlap.plan.plan import Plan
 from jaxoverlap.plan.speedup import CandidateName, Speedup
 from jaxoverlap.search.candidate import Candidate
 from jaxoverlap.search.compiled import MOST_WORKERS, Compiler, writable
 from jaxoverlap.search.found import found
-from jaxoverlap.search.kept import most_bytes, with_less
+from jaxoverlap.search.kept import most_bytes, room_left
 from jaxoverlap.search.never_slower import NeverSlower
 from jaxoverlap.search.search import search_compiled
 from jaxoverlap.step.context import StepContext, mesh_of, prepare
@@ -87,7 +88,7 @@ class CompiledChoice:
             options = streams | accepted(name, device)[0]
             plans[name] = rings.left_alone(rings.schedule, options, keeps=True)
         made = {name: Candidate.planned(name, plan) for name, plan in plans.items()}
-        most = most_bytes(self.options, cost)
+        most = most_bytes(self.options, cost.cluster)
         return NeverSlower(made, cost, reorders=self.options.schedule is not None, most_bytes=most)
 
     def keeping_less(self, compiled: Callable[[Candidate], Candidate]) -> CompiledChoice | None:
@@ -99,18 +100,18 @@ class CompiledChoice:
         if self.options.memory is None:
             return None
         assert self.program.cost is not None and self.program.plan is not None
-        most = most_bytes(self.options, self.program.cost)
+        most = most_bytes(self.options, self.program.cost.cluster)
         overlapped = compiled(self.candidates().candidates["overlapped"])
         if (peak_bytes := overlapped.evaluation.peak_bytes) <= most:
             return None
-        less = with_less(self.options, self.program.plan.edits, peak_bytes - most)
-        if less is None:
+        less = self.with_room(room_left(self.program.plan.edits, peak_bytes - most))
+        if less.program.plan is None or less.program.plan.edits == self.program.plan.edits:
             return None
         warn(
             f"{self.program.plan.step} needs {human_bytes(peak_bytes)} as compiled, of "
             f"{human_bytes(most)} that memory= states: it keeps less"
         )
-        return self.with_room(less.room)
+        return less
 
     def compiled_in_child(self, candidate: Candidate) -> Candidate:
         """Compile a candidate in a child."""
@@ -132,14 +133,23 @@ class CompiledChoice:
         """
         if self.options.memory is None or self.program.cost is None:
             return
-        most, needed = most_bytes(self.options, self.program.cost), taken.evaluation.peak_bytes
+        most, needed = (
+            most_bytes(self.options, self.program.cost.cluster),
+            taken.evaluation.peak_bytes,
+        )
         if needed > most:
             raise UserError(
                 f"memory={memory_text(self.options.memory)}: a device needs {human_bytes(needed)}, "
-                f"{human_bytes(needed - most)} too many, although nothing is kept beyond what the "
-                "program keeps. Shard over more devices, compute the gradient in micro-batches, or "
-                "put layers in jax.checkpoint"
+                f"{human_bytes(needed - most)} too many, although {self._least()}. Shard over more "
+                "devices, or compute the gradient in micro-batches"
             )
+
+    def _least(self) -> str:
+        """Say what was done so that the step needs little memory."""
+        edits = self.program.plan.edits if self.program.plan else ()
+        if any(isinstance(edit, Recompute) for edit in edits):
+            return "its layers are recomputed"
+        return "nothing is kept that can be recomputed by layers"
 
     def program_of(self, candidate: Candidate) -> StepProgram:
         """Return the program of a candidate."""

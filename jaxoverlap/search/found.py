@@ -7,6 +7,8 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+import msgspec
+
 from jaxoverlap.cost.groups import groups_of
 from jaxoverlap.flags import options_for
 from jaxoverlap.hardware.topology import axis_costs
@@ -37,7 +39,7 @@ from jaxoverlap.plan.price import Price
 from jaxoverlap.plan.speedup import CandidateName, milliseconds
 from jaxoverlap.search.candidate import Candidate
 from jaxoverlap.search.evaluate import Evaluator
-from jaxoverlap.search.kept import kept
+from jaxoverlap.search.kept import kept, offer
 from jaxoverlap.search.layouts import Layouts
 from jaxoverlap.search.records import (
     entries_of,
@@ -74,6 +76,18 @@ def found(step: StepContext, options: Options) -> PassResult:
         return done
     close = {name: _result(step, options, trail, one) for name, one in _close(trail).items()}
     return replace(done, close={name: (one.plan, one.edited) for name, one in close.items()})
+
+
+def with_offer(step: StepContext, options: Options, plan: Plan) -> Plan:
+    """Return a plan with a note of what `memory=` would save, where it is not stated.
+
+    Raises:
+        RewriteError: if XLA does not partition the step.
+    """
+    if options.keeps or options.plan is not None or unread(step.mesh):
+        return plan
+    note = offer(untyped(step))
+    return msgspec.structs.replace(plan, notes=(*plan.notes, note)) if note else plan
 
 
 def layouts_found(step: StepContext, options: Options) -> Layouts | None:

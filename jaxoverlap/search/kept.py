@@ -10,20 +10,28 @@ from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+import msgspec
+
 from jaxoverlap._util.text import human_bytes
-from jaxoverlap.cost.model import CostModel
+from jaxoverlap.hardware.cluster import Cluster
 from jaxoverlap.passes.analysis.errors import RewriteError, UserError
 from jaxoverlap.passes.apply import apply
 from jaxoverlap.passes.edited import EditedStep
 from jaxoverlap.passes.keep.propose import Remats, Selection
+from jaxoverlap.passes.keep.recompute import recomputations
 from jaxoverlap.passes.layouts.memory import estimated_peak_bytes
-from jaxoverlap.plan.edits import Keep
+from jaxoverlap.plan.edits import Edit, Keep, Recompute
 from jaxoverlap.plan.limits import GAIN
 from jaxoverlap.plan.speedup import milliseconds
 from jaxoverlap.search.evaluate import changed
 from jaxoverlap.search.search import gains
 from jaxoverlap.step.context import StepContext
 from jaxoverlap.step.options import Options, memory_text
+
+_LAYERS = (1, 2, 4)  # that are recomputed as one
+_LEAST = 0.02  # the share of the bytes that are missing that recomputing has to free
+_OFFERED = 0.9  # the share of the device's memory that explain() asks about
+_MORE = 1.05  # times the bytes that a compiled step needs too many: others may change as well
 
 
 @dataclass(frozen=True)
@@ -57,40 +65,105 @@ def kept(step: StepContext, options: Options) -> StepContext:
     return replace(step, edited=edited, unkept=step, answers=answers, kept_notes=notes)
 
 
-def most_bytes(options: Options, cost: CostModel) -> float:
+def offer(step: StepContext) -> str:
+    """Say what `memory=0.9` would save of a step as it is written; "" where it saves little.
+
+    Raises:
+        RewriteError: if XLA does not partition the step.
+    """
+    if step.cost is None or not (remats := Remats.of(step.jaxpr)).values:
+        return ""
+    budget = _OFFERED * step.cost.cluster.chip.memory_bytes
+    before_s = step.estimate(step.plain).step_s
+    if (room := budget - estimated_peak_bytes(step.plain.module)) <= 0:
+        return ""
+    best, _ = _selected(step, remats, budget, room)
+    if best is None or not gains(best.step_s, before_s, GAIN):
+        return ""
+    return (
+        f"With memory={_OFFERED} the step as written takes {milliseconds(best.step_s)} in place of "
+        f"{milliseconds(before_s)} (estimated), and about {human_bytes(best.peak_bytes)} a device."
+    )
+
+
+def most_bytes(options: Options, cluster: Cluster) -> float:
     """Return the bytes that a step may need: what `memory=` says, or all that the device has."""
-    whole = cost.cluster.chip.memory_bytes
+    whole = cluster.chip.memory_bytes
     if options.memory is None:
         return whole
     return options.memory * whole if options.memory <= 1 else options.memory
 
 
-def _found(step: StepContext, options: Options) -> tuple[tuple[Keep, ...], tuple[str, ...]]:
-    """Choose the values to keep, and note why."""
-    remats = Remats.of(step.jaxpr, options.keep, options.recompute)
+def _found(step: StepContext, options: Options) -> tuple[tuple[Edit, ...], tuple[str, ...]]:
+    """Choose layers to recompute, where the step does not fit, and values to keep; say why."""
     if options.memory is None:
-        return remats.forced, tuple(f"Kept by keep=: {edit}." for edit in remats.forced)
+        forced = Remats.of(step.jaxpr, options.keep, options.recompute).forced
+        return forced, tuple(f"Kept by keep=: {edit}." for edit in forced)
     if (cost := step.cost) is None:
         raise UserError(
             f"memory={memory_text(options.memory)}: there is no cost model of the step's devices, "
             "by which to choose what is kept. Name GPUs that have one in overlap(cluster=), or "
             "name the values in overlap(keep=)"
         )
-    budget, before_s = most_bytes(options, cost), step.estimate(step.plain).step_s
-    peak = estimated_peak_bytes(step.plain.module)
+    budget, peak = most_bytes(options, cost.cluster), estimated_peak_bytes(step.plain.module)
     room = budget - peak if options.room is None else options.room
-    rows = list[_Row]()
+    if room >= 0:
+        return _chosen(step, options, budget, room)
+    smaller, freed = _recomputing(step, -room)
+    if smaller is step:
+        return _chosen(step, options, budget, 0.0)
+    as_written, again = (one.estimate(one.plain).step_s for one in (step, smaller))
+    note = (
+        f"memory={memory_text(options.memory)} recomputes layers, as the step needs about "
+        f"{human_bytes(peak)} of {human_bytes(budget)} as written: {human_bytes(freed)} less, "
+        f"{milliseconds(as_written)} -> {milliseconds(again)} (estimated)."
+    )
+    own = smaller.edited.edits[len(step.edited.edits) :]
+    edits, notes = _chosen(smaller, options, budget, freed + room)
+    return (*own, *edits), (note, *(f"  {edit}." for edit in own), *notes)
+
+
+def _recomputing(step: StepContext, missing: float) -> tuple[StepContext, int]:
+    """Return the step with its layers recomputed, and the bytes that this frees, by the estimate.
+
+    Layers that are no steps of scans are recomputed in groups of one, two or four: the smallest
+    that frees as many bytes as are missing, or else the one that frees most.
+    """
+    best, freed = step, 0
+    peak, asked = estimated_peak_bytes(step.plain.module), list[Any]()
+    for count in _LAYERS:
+        edits = recomputations(step.jaxpr, count)
+        if not edits or edits in asked:
+            continue
+        asked.append(edits)
+        smaller = replace(step, edited=apply(step.edited, edits), answers={})
+        less = peak - estimated_peak_bytes(smaller.plain.module)
+        if less > max(freed, _LEAST * missing):
+            sizes = [edit.bytes_freed for edit in edits]
+            sized = [
+                msgspec.structs.replace(edit, bytes_freed=int(less * size / sum(sizes)))
+                for edit, size in zip(edits, sizes, strict=True)
+            ]
+            best, freed = replace(smaller, edited=apply(step.edited, sized)), less
+        if less >= missing:
+            break
+    return best, freed
+
+
+def _chosen(
+    step: StepContext, options: Options, budget: float, room: float
+) -> tuple[tuple[Keep, ...], tuple[str, ...]]:
+    """Choose the values to keep in some bytes more than the step keeps, and note why."""
+    assert step.cost is not None and options.memory is not None
+    before_s = step.estimate(step.plain).step_s
+    remats = Remats.of(step.jaxpr, options.keep, options.recompute)
+    best, why = None, "it computes nothing again"
     if remats.values and (room > 0 or remats.always):
-        prices = remats.prices(step.partitioned, step.estimate, cost)
-        rows = [_estimated(step, one, budget) for one in remats.selections(prices, max(room, 0.0))]
-    fit = [row for row in rows if not row.why_not]
-    best = min(fit, key=lambda row: row.step_s, default=None)
+        best, why = _selected(step, remats, budget, max(room, 0.0))
     if best is None or not (remats.always or gains(best.step_s, before_s, GAIN)):
-        why = next((row.why_not for row in rows if row.why_not), "no value saves enough time")
-        if room <= 0:
+        if remats.values and room <= 0:
+            peak = estimated_peak_bytes(step.plain.module)
             why = f"as it is it needs about {human_bytes(peak)} of {human_bytes(budget)}"
-        if not remats.values:
-            why = "it computes nothing again"
         if remats.always:
             return remats.forced, (f"Kept by keep=, and nothing else: {why}.",)
         return (), (f"memory={memory_text(options.memory)} keeps nothing more: {why}.",)
@@ -100,6 +173,18 @@ def _found(step: StepContext, options: Options) -> tuple[tuple[Keep, ...], tuple
         f"{human_bytes(best.peak_bytes)} of {human_bytes(budget)}."
     )
     return best.selection.edits, (note, *(f"  {edit}." for edit in best.selection.edits))
+
+
+def _selected(
+    step: StepContext, remats: Remats, budget: float, room: float
+) -> tuple[_Row | None, str]:
+    """Return the fastest of a few selections of values to keep, and why others are none."""
+    assert step.cost is not None
+    prices = remats.prices(step.partitioned, step.estimate, step.cost)
+    rows = [_estimated(step, one, budget) for one in remats.selections(prices, room)]
+    why = next((row.why_not for row in rows if row.why_not), "no value saves enough time")
+    fit = (row for row in rows if not row.why_not)
+    return min(fit, key=lambda row: row.step_s, default=None), why
 
 
 def _estimated(step: StepContext, selection: Selection, budget: float) -> _Row:
@@ -117,15 +202,13 @@ def _estimated(step: StepContext, selection: Selection, budget: float) -> _Row:
     return _Row(selection, step_s, peak, why_not)
 
 
-def with_less(options: Options, edits: Sequence[Any], excess: float) -> Options | None:
-    """Return options by which a step keeps less; None if it keeps nothing that it need not.
+def room_left(edits: Sequence[Any], excess: float) -> int:
+    """Return the bytes that a step may keep more than its program does, below 0 to free some.
 
     Args:
-        options: those by which it was chosen what is kept.
         edits: the step's edits.
         excess: the bytes that the compiled step needs beyond what it may.
     """
     own = sum(edit.bytes_kept for edit in edits if isinstance(edit, Keep))
-    if options.memory is None or not own or options.room == 0:
-        return None
-    return replace(options, room=max(0, int(own - 1.05 * excess)))
+    own -= sum(edit.bytes_freed for edit in edits if isinstance(edit, Recompute))
+    return int(own - _MORE * excess)

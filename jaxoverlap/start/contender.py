@@ -17,8 +17,11 @@ from jaxoverlap._jax import jits
 from jaxoverlap._jax.jobs import peak_bytes
 from jaxoverlap._jax.thread_config import inheriting
 from jaxoverlap._util.text import first_line, human_bytes
+from jaxoverlap.hardware.topology import cluster_of
 from jaxoverlap.search.found import found
+from jaxoverlap.search.kept import most_bytes
 from jaxoverlap.start.candidates import Offer
+from jaxoverlap.step.context import mesh_of
 from jaxoverlap.step.options import Options
 from jaxoverlap.step.program import StepProgram, lowered_as, step_program
 
@@ -151,6 +154,18 @@ def differs(compiled: jax.stages.Compiled, plain: Results) -> str:
         if not same or made_sharding.memory_kind != wanted_sharding.memory_kind:
             return f"result {position} is sharded as {made_sharding}, and not {wanted_sharding}"
     return ""
+
+
+def fits_as_written(call: jits.Call, options: Options) -> bool:
+    """Return whether the original step needs no more memory than `memory=` states.
+
+    It is compiled for that, as `jax.jit` would, which finds it compiled.
+    """
+    cluster = options.cluster or cluster_of(mesh_of(call), options.agree_within_s)
+    if options.memory is None or cluster is None:
+        return True
+    compiled = call.traced().lower().compile()
+    return peak_bytes(compiled.memory_analysis()) <= most_bytes(options, cluster)
 
 
 def room_bytes(flat: Sequence[Any]) -> float:

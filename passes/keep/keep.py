@@ -25,6 +25,7 @@ from jaxoverlap._jax import compat
 from jaxoverlap.passes.edited import EditedStep, misfit
 from jaxoverlap.passes.keep.opened import opened
 from jaxoverlap.passes.keep.remats import Remat, Source, remats_of
+from jaxoverlap.passes.keep.scans import widened
 from jaxoverlap.plan.edits import Keep
 
 
@@ -108,7 +109,7 @@ class _Keeping:
             return _reading(eqn, operands)
         ways = (way.get(id(given), {}) for way in (self.consts, self.slices, self.stacks))
         consts, slices, stacks = ways
-        return _scanning(eqn, consts, slices, stacks) if consts or slices or stacks else eqn
+        return widened(eqn, consts, slices, stacks) if consts or slices or stacks else eqn
 
 
 def _reading(remat: Any, operands: Mapping[Any, Any]) -> Any:
@@ -127,20 +128,3 @@ def _reading(remat: Any, operands: Mapping[Any, Any]) -> Any:
     params = {**remat.params, "jaxpr": body}
     given = [*remat.invars, *operands.values()]
     return compat.without_dead_operands(remat.replace(invars=given, params=params))
-
-
-def _scanning(
-    scan: Any, consts: Mapping[Any, Any], slices: Mapping[Any, Any], stacks: Mapping[Any, Any]
-) -> Any:
-    """Return a scan with further constants, slices and stacked results, as `_Keeping` has them."""
-    body, (num_consts, num_carry) = scan.params["jaxpr"], compat.scan_counts(scan)
-
-    def operands(own: Sequence[Any], more: Sequence[Any], sliced: Sequence[Any]) -> list[Any]:
-        return [*own[:num_consts], *more, *own[num_consts:], *sliced]
-
-    body = compat.with_binders(
-        body, operands(body.invars, [*consts], [*slices]), [*body.outvars, *stacks]
-    )
-    invars = operands(scan.invars, [*consts.values()], [*slices.values()])
-    counts = num_consts + len(consts), num_carry
-    return compat.new_scan(scan, body, counts, invars, [*scan.outvars, *stacks.values()])

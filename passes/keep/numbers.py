@@ -121,7 +121,7 @@ class Numbers:
             numbers = self._numbered(body, read)
             return [self._atom(atom, numbers) for atom in body.outvars]
         if is_identity(eqn):
-            return [read[0]]
+            return list(read)
         if eqn.primitive.name == "scan":
             return [self._of_scan(eqn, read, n) for n in range(len(eqn.outvars))]
         key = self._key(eqn, read)
@@ -195,7 +195,7 @@ def is_remat(eqn: Any) -> bool:
 
 
 def is_identity(eqn: Any) -> bool:
-    """Return whether an equation's result is its operand: it has a name, or as many bits."""
-    if eqn.primitive.name == "name":
+    """Return whether an equation's results are its operands, with a name or as many bits."""
+    if eqn.primitive.name in ("name", "optimization_barrier"):
         return True
     return eqn.primitive.name == "reduce_precision" and compat.keeps_precision(eqn)

@@ -13,7 +13,7 @@ import jaxoverlap
 from benchmarks.plain_gpt import EVERYWHERE, Sizes, abstract_args, make_step
 from jaxoverlap._jax.jobs import peak_bytes
 from jaxoverlap.hardware.pods import pod_mesh
-from jaxoverlap.plan.edits import Keep
+from jaxoverlap.plan.edits import Keep, Recompute
 from tests.support.pods import marked
 from tests.support.pods import pytestmark as pods
 
@@ -89,8 +89,26 @@ def test_the_compiled_step_needs_no_more_than_was_said():
     budget = int(plain + 0.5 * (most - plain))
     compiled = overlap(step, memory=f"{budget / 1e6:.0f}MB").lower(*args).compile()
     assert peak_bytes(compiled.memory_analysis()) <= budget + 1e6
-    with pytest.raises(ValueError, match=r"a device needs .*, .* too many, although nothing"):
+    with pytest.raises(
+        ValueError, match=r"a device needs .*, .* too many, although nothing is kept"
+    ):
         overlap(step, memory=f"{plain / 2e6:.0f}MB").lower(*args).compile()
+
+
+@marked(pods)
+def test_a_step_that_does_not_fit_is_made_to_fit():
+    _, args = step_of()
+    mesh = pod_mesh("h100-sxm:1x8", {"fsdp": 4, "tp": 2})
+    step = make_step(SIZES, mesh, EVERYWHERE, policy=jax.checkpoint_policies.everything_saveable)
+    plain = peak_bytes(step.lower(*args).compile().memory_analysis())
+    overlapped = overlap(step, memory=f"{plain / 1.3e6:.0f}MB")
+    assert peak_bytes(overlapped.lower(*args).compile().memory_analysis()) <= plain / 1.3 + 1e6
+    plan = overlapped.explain(*args)
+    assert isinstance(plan.edits[0], Recompute) and kept_in(plan)
+    (note,) = (line for line in plan.notes if "recomputes layers" in line)
+    assert re.search(r"needs about .* MB of .* MB as written: .* MB less, .* ms -> .* ms", note)
+    followed = jaxoverlap.overlap(step, plan=plan).explain(*args)
+    assert followed.edits == plan.edits
 
 
 @pytest.mark.parametrize("given", [0, -1, 1.5, "70", "x", "70 kB", True, [1], float("nan")])

@@ -17,6 +17,7 @@ from jax.sharding import PartitionSpec as P
 L, B, D = 4, 16, 8
 POLICIES = {
     "none": None,
+    "all": jax.checkpoint_policies.everything_saveable,
     "names": jax.checkpoint_policies.save_only_these_names("first"),
     "dots": jax.checkpoint_policies.dots_saveable,
 }

@@ -46,6 +46,12 @@ def evaluated(jaxpr, args):
     return [np.asarray(v) for v in flat]
 
 
+def agree(results, wanted) -> None:
+    """Compare numbers; what stands in two loops may be fused otherwise, so a few last bits."""
+    for one, other in zip(results, wanted, strict=True):
+        np.testing.assert_allclose(one, other, rtol=2e-4, atol=1e-5)
+
+
 def compare(drawn: Drawn, chosen) -> None:
     args = drawn.arguments()
     jaxpr = traced(drawn, *args)
@@ -55,9 +61,7 @@ def compare(drawn: Drawn, chosen) -> None:
         return
     after = kept(jaxpr, some)
     assert [v.aval for v in after.outvars] == [v.aval for v in jaxpr.outvars]
-    # What stands in two loops may be fused otherwise; so a few last bits.
-    for one, other in zip(evaluated(jaxpr, args), evaluated(after, args), strict=True):
-        np.testing.assert_allclose(one, other, rtol=2e-4, atol=1e-5)
+    agree(evaluated(after, args), evaluated(jaxpr, args))
 
 
 @settings(max_examples=12, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True)

@@ -1,0 +1,46 @@
+"""Give scans further operands and results."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from jaxoverlap._jax import compat
+
+
+def widened(
+    scan: Any, consts: Mapping[Any, Any], slices: Mapping[Any, Any], stacks: Mapping[Any, Any]
+) -> Any:
+    """Return a scan with further constants, slices and stacked results.
+
+    Args:
+        scan: the scan.
+        consts, slices: the values as its body has them, and as the body around it has them.
+        stacks: likewise the results: a value of the body, and its stack.
+    """
+    body, (num_consts, num_carry) = scan.params["jaxpr"], compat.scan_counts(scan)
+
+    def operands(own: Sequence[Any], more: Sequence[Any], sliced: Sequence[Any]) -> list[Any]:
+        return [*own[:num_consts], *more, *own[num_consts:], *sliced]
+
+    body = compat.with_binders(
+        body, operands(body.invars, [*consts], [*slices]), [*body.outvars, *stacks]
+    )
+    invars = operands(scan.invars, [*consts.values()], [*slices.values()])
+    counts = num_consts + len(consts), num_carry
+    return compat.new_scan(scan, body, counts, invars, [*scan.outvars, *stacks.values()])
+
+
+def without_slices(scan: Any, gone: Sequence[Any]) -> Any:
+    """Return a scan whose body does not get some slices as operands.
+
+    Args:
+        scan: the scan.
+        gone: the operands of the body.
+    """
+    body, counts = scan.params["jaxpr"], compat.scan_counts(scan)
+    stays = [binder not in gone for binder in body.invars]
+    binders = [binder for binder, stay in zip(body.invars, stays, strict=True) if stay]
+    invars = [atom for atom, stay in zip(scan.invars, stays, strict=True) if stay]
+    body = compat.with_binders(body, binders, body.outvars)
+    return compat.new_scan(scan, body, counts, invars, scan.outvars)
