@@ -6,6 +6,7 @@ partitions the step once to price what is computed again, and once for each of a
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -29,6 +30,7 @@ from jaxoverlap.step.context import StepContext
 from jaxoverlap.step.options import Options, memory_text
 
 _LAYERS = (1, 2, 4)  # that are recomputed as one
+_SELECTIONS = 4  # that are partitioned, less where several ways to recompute were
 _LEAST = 0.02  # the share of the bytes that are missing that recomputing has to free
 _OFFERED = 0.9  # the share of the device's memory that explain() asks about
 _MORE = 1.05  # times the bytes that a compiled step needs too many: others may change as well
@@ -77,7 +79,7 @@ def offer(step: StepContext) -> str:
     before_s = step.estimate(step.plain).step_s
     if (room := budget - estimated_peak_bytes(step.plain.module)) <= 0:
         return ""
-    best, _ = _selected(step, remats, budget, room)
+    best, _ = _selected(step, remats, budget, room, _SELECTIONS)
     if best is None or not gains(best.step_s, before_s, GAIN):
         return ""
     return (
@@ -108,10 +110,10 @@ def _found(step: StepContext, options: Options) -> tuple[tuple[Edit, ...], tuple
     budget, peak = most_bytes(options, cost.cluster), estimated_peak_bytes(step.plain.module)
     room = budget - peak if options.room is None else options.room
     if room >= 0:
-        return _chosen(step, options, budget, room)
-    smaller, freed = _recomputing(step, -room)
+        return _chosen(step, options, budget, room, _SELECTIONS)
+    smaller, freed, asked = _recomputing(step, -room)
     if smaller is step:
-        return _chosen(step, options, budget, 0.0)
+        return _chosen(step, options, budget, 0.0, _SELECTIONS)
     as_written, again = (one.estimate(one.plain).step_s for one in (step, smaller))
     note = (
         f"memory={memory_text(options.memory)} recomputes layers, as the step needs about "
@@ -119,15 +121,18 @@ def _found(step: StepContext, options: Options) -> tuple[tuple[Edit, ...], tuple
         f"{milliseconds(as_written)} -> {milliseconds(again)} (estimated)."
     )
     own = smaller.edited.edits[len(step.edited.edits) :]
-    edits, notes = _chosen(smaller, options, budget, freed + room)
+    edits, notes = _chosen(smaller, options, budget, freed + room, _SELECTIONS + 1 - asked)
     return (*own, *edits), (note, *(f"  {edit}." for edit in own), *notes)
 
 
-def _recomputing(step: StepContext, missing: float) -> tuple[StepContext, int]:
-    """Return the step with its layers recomputed, and the bytes that this frees, by the estimate.
+def _recomputing(step: StepContext, missing: float) -> tuple[StepContext, int, int]:
+    """Recompute the layers of a step.
 
     Layers that are no steps of scans are recomputed in groups of one, two or four: the smallest
     that frees as many bytes as are missing, or else the one that frees most.
+
+    Returns:
+        The step; the bytes that this frees, by the estimate; how many programs were partitioned.
     """
     best, freed = step, 0
     peak, asked = estimated_peak_bytes(step.plain.module), list[Any]()
@@ -147,11 +152,11 @@ def _recomputing(step: StepContext, missing: float) -> tuple[StepContext, int]:
             best, freed = replace(smaller, edited=apply(step.edited, sized)), less
         if less >= missing:
             break
-    return best, freed
+    return best, freed, len(asked)
 
 
 def _chosen(
-    step: StepContext, options: Options, budget: float, room: float
+    step: StepContext, options: Options, budget: float, room: float, most: int
 ) -> tuple[tuple[Keep, ...], tuple[str, ...]]:
     """Choose the values to keep in some bytes more than the step keeps, and note why."""
     assert step.cost is not None and options.memory is not None
@@ -159,7 +164,7 @@ def _chosen(
     remats = Remats.of(step.jaxpr, options.keep, options.recompute)
     best, why = None, "it computes nothing again"
     if remats.values and (room > 0 or remats.always):
-        best, why = _selected(step, remats, budget, max(room, 0.0))
+        best, why = _selected(step, remats, budget, max(room, 0.0), most)
     if best is None or not (remats.always or gains(best.step_s, before_s, GAIN)):
         if remats.values and room <= 0:
             peak = estimated_peak_bytes(step.plain.module)
@@ -176,12 +181,13 @@ def _chosen(
 
 
 def _selected(
-    step: StepContext, remats: Remats, budget: float, room: float
+    step: StepContext, remats: Remats, budget: float, room: float, most: int
 ) -> tuple[_Row | None, str]:
-    """Return the fastest of a few selections of values to keep, and why others are none."""
+    """Return the fastest of at most so many selections of values, and why others are none."""
     assert step.cost is not None
     prices = remats.prices(step.partitioned, step.estimate, step.cost)
-    rows = [_estimated(step, one, budget) for one in remats.selections(prices, room)]
+    some = itertools.islice(remats.selections(prices, room), most)
+    rows = [_estimated(step, one, budget) for one in some]
     why = next((row.why_not for row in rows if row.why_not), "no value saves enough time")
     fit = (row for row in rows if not row.why_not)
     return min(fit, key=lambda row: row.step_s, default=None), why
