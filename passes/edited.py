@@ -12,7 +12,15 @@ from jaxoverlap._jax import explicit
 from jaxoverlap.passes.analysis.einsum import Spec
 from jaxoverlap.passes.analysis.errors import UserError
 from jaxoverlap.passes.analysis.jaxprs import Dot, dots
-from jaxoverlap.plan.edits import AFTER_NUMBERING, DropTypes, Edit, Keep, Recompute, specs_of
+from jaxoverlap.plan.edits import (
+    AFTER_NUMBERING,
+    DropTypes,
+    Edit,
+    Keep,
+    Recompute,
+    StackMatrices,
+    specs_of,
+)
 
 
 @dataclass(frozen=True)
@@ -62,8 +70,8 @@ class EditedStep:
 
     @property
     def unpinned(self) -> EditedStep:
-        """The step before any edit but `DropTypes`, `Recompute` and `Keep`."""
-        first = (DropTypes, Recompute, Keep)
+        """The step as its matmuls are numbered: before any pin or other edit of these."""
+        first = (DropTypes, Recompute, Keep, StackMatrices)
         return [s for s in self.stages if all(isinstance(edit, first) for edit in s.edits)][-1]
 
     @property

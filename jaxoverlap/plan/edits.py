@@ -91,6 +91,32 @@ class Keep(_Edit, frozen=True, kw_only=True):
         return f"keep {self.value} of {self.source}{named}{layers}{size}"
 
 
+class StackMatrices(_Edit, frozen=True, kw_only=True):
+    """Devices compute unsharded matrices of an optimizer in turn: these are stacked.
+
+    Attributes:
+        source: the line of the first matmul.
+        first: the index of the first equation of each matrix.
+        axes: the mesh axes that shard the stack.
+    """
+
+    source: str
+    first: Annotated[tuple[int, ...], msgspec.Meta(min_length=2)]
+    axes: tuple[str, ...]
+
+    @property
+    def why(self) -> str:
+        """Say what the step does as it is written."""
+        return (
+            f"the matmuls at {self.source} multiply matrices of the optimizer that are sharded: "
+            "each product gathers them"
+        )
+
+    def __str__(self) -> str:
+        axes = ", ".join(self.axes)
+        return f"give devices along {axes} unsharded matrices, {len(self.first)} at {self.source}"
+
+
 class GatherTable(_Edit, frozen=True, kw_only=True):
     """A tied embedding table is gathered once, for its lookup and its matmul.
 
@@ -489,9 +515,10 @@ class ShareViews(_Edit, frozen=True, kw_only=True):
 
 
 Edit = (
-    DropTypes | Recompute | Keep | PinArgument | PinValue | GatherTable | Pin | PinResults
-    | InterleaveColumns | MoveFirst | SumCarried | SplitBatch | ScatterLookup | ReadGathered
-    | MakeRing | GatherAhead | TransformPerShard | SumLate | SplitExchange | ShareViews
+    DropTypes | Recompute | Keep | StackMatrices | PinArgument | PinValue | GatherTable | Pin
+    | PinResults | InterleaveColumns | MoveFirst | SumCarried | SplitBatch | ScatterLookup
+    | ReadGathered | MakeRing | GatherAhead | TransformPerShard | SumLate | SplitExchange
+    | ShareViews
 )  # fmt: skip
 
 
@@ -500,6 +527,7 @@ ORDER: tuple[tuple[type[_Edit], ...], ...] = (
     (DropTypes,),
     (Recompute,),
     (Keep,),
+    (StackMatrices,),
     (PinArgument, PinValue),
     (GatherTable, Pin, PinResults),
     (InterleaveColumns,),
@@ -515,10 +543,10 @@ ORDER: tuple[tuple[type[_Edit], ...], ...] = (
     (SplitExchange,),
     (ShareViews,),
 )
-_AFTER_SPLIT = 9
+_AFTER_SPLIT = 10
 LAYOUTS = tuple(kind for kinds in ORDER[: _AFTER_SPLIT - 1] for kind in kinds)
 """The kinds of edits that come before a batch split and before rings."""
-REPAIRS = (PinArgument, PinValue, InterleaveColumns, SumCarried)
+REPAIRS = (StackMatrices, PinArgument, PinValue, InterleaveColumns, SumCarried)
 """The kinds of edits that repair what a user wrote so that shardings cost much."""
 # Plans number matmuls as they are before these.
 AFTER_NUMBERING = tuple(kind for kinds in ORDER[_AFTER_SPLIT + 1 :] for kind in kinds)

@@ -30,7 +30,8 @@ class Price(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     @property
     def lost_share(self) -> float:
         """The share of the original step's seconds that repairs of its shardings save."""
-        return max(self.saved_s.get("layouts", 0.0), 0.0) / self.plain_s
+        saved_s = (self.saved_s.get(tool, 0.0) for tool in ("matrices", "layouts"))
+        return max(sum(saved_s), 0.0) / self.plain_s
 
     @property
     def verdict(self) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -41,6 +42,7 @@ from jaxoverlap.search.candidate import Candidate
 from jaxoverlap.search.evaluate import Evaluator
 from jaxoverlap.search.kept import kept, offer
 from jaxoverlap.search.layouts import Layouts
+from jaxoverlap.search.matrices import with_stacked_matrices
 from jaxoverlap.search.records import (
     entries_of,
     kept_apart,
@@ -70,6 +72,8 @@ def found(step: StepContext, options: Options) -> PassResult:
             raise UserError(f"memory= and keep= need shardings, which cannot be read: {why}")
         return _undecided(step, _terms(step, options), why)
     step = kept(untyped(step), options)
+    if options.layouts is not None and options.pins is None:
+        step = with_stacked_matrices(step)
     trail = _searched(step, options)
     done = _result(step, options, trail, trail.taken)
     if not options.never_slower:  # then nothing is compared once it is compiled
@@ -98,6 +102,7 @@ def layouts_found(step: StepContext, options: Options) -> Layouts | None:
     """
     if unread(step.mesh) or not _lays_out(step := untyped(step), options):
         return None
+    step = with_stacked_matrices(step)
     trail = _searched(step, options, LAYOUT_STAGES)
     return layouts_of(step, trail, trail.taken)
 
@@ -143,7 +148,7 @@ def _result(step: StepContext, options: Options, trail: Trail, taken: Candidate)
         parts = None
     layouts = layouts_of(step, trail, taken) if _lays_out(step, options) else None
     price, two_streams = None, False
-    notes = [*step.kept_notes, *(layouts.lines if layouts else ())]
+    notes = [*step.notes, *(layouts.lines if layouts else ())]
     if parts is not None:
         notes += split_notes(trail, taken, parts)
     if (step_s := taken.evaluation.step_s) is not None:
@@ -245,7 +250,7 @@ def _priced(
     # Each tool's gain on one stream, as XLA launches a step as it is, and then the second stream's.
     one_stream = functools.partial(step.estimate, nvlink_stream=False)
     free, laid_s = one_stream(step.plain), one_stream(laid_out(taken).known.program).step_s
-    before = step.unkept or step
+    before = step.earlier[0][1] if step.earlier else step
     as_it_is = typed = one_stream(before.plain)
     if step.typed and step.inferred:
         as_it_is = one_stream(step.typed.plain)
@@ -257,8 +262,10 @@ def _priced(
     saved_s = {}
     if step.inferred:
         saved_s["types"] = as_it_is.step_s - typed.step_s
-    if step.unkept:
-        saved_s["memory"] = typed.step_s - free.step_s
+    every = (*(one for _, one in step.earlier), step)
+    took = (one_stream(one.plain).step_s for one in every)
+    for (tool, _), (slow_s, fast_s) in zip(step.earlier, itertools.pairwise(took), strict=True):
+        saved_s[tool] = slow_s - fast_s
     if layouts and layouts.changes:
         saved_s["layouts"] = free.step_s - laid_s
     transforms = [one for one in taken.line if one.proposes(TransformPerShard)]

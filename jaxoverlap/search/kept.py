@@ -63,8 +63,9 @@ def kept(step: StepContext, options: Options) -> StepContext:
 
     edited, notes, answers = step.once(("kept", *asked), made)
     if edited is step.edited:
-        return replace(step, kept_notes=notes)
-    return replace(step, edited=edited, unkept=step, answers=answers, kept_notes=notes)
+        return replace(step, notes=notes)
+    earlier = (*step.earlier, ("memory", step))
+    return replace(step, edited=edited, earlier=earlier, answers=answers, notes=notes)
 
 
 def offer(step: StepContext) -> str:

@@ -50,8 +50,9 @@ class StepContext:
             None where the GPUs have but one kind of link, or no price.
         outermost: whether it is called by itself, and not under `jax.grad`, `vmap` or `jit`.
         typed: a step on an explicit mesh with its types, where `jaxpr` has none.
-        unkept: the step that keeps what the user's program keeps, where this one keeps more.
-        kept_notes: what was found out about what is kept, in words.
+        earlier: the step before edits that the search is not about, the one as written first, each
+            with the name of what was done to it.
+        notes: what was found out about these, in words.
         answers: what was found out about it, by what was asked (`once`); calls of one step share
             it, so nothing in it may hold a call, whose arguments would stay in memory.
     """
@@ -65,8 +66,8 @@ class StepContext:
     outermost: bool
     one_stream: str | None = None
     typed: StepContext | None = None
-    unkept: StepContext | None = None
-    kept_notes: tuple[str, ...] = ()
+    earlier: tuple[tuple[str, StepContext], ...] = ()
+    notes: tuple[str, ...] = ()
     answers: dict[Hashable, Any] = field(default_factory=dict, compare=False, repr=False)
 
     @property
