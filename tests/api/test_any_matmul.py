@@ -163,6 +163,7 @@ NARROW = Case(  # its chunks are wider than what the plain step multiplies, see 
 common = settings(deadline=None, suppress_health_check=list(HealthCheck), derandomize=True)
 
 
+@pytest.mark.nightly
 @given(cases())
 @example(NARROW)
 @settings(common, max_examples=50)

@@ -33,6 +33,7 @@ def broken(model, configuration, order, global_batch, pod):
     return build(model, configuration, order, global_batch, pod)
 
 
+@pytest.mark.nightly
 def test_the_answer_is_the_fastest_by_simulation(tmp_path):
     said = run(tmp_path, "--compile", "2", "--axes", "pipeline=1,context=1", "--json")
     assert said.exit_code == 0, said.output

@@ -26,6 +26,7 @@ from jaxoverlap.cli.shell.errors import MEANINGS, report
 from jaxoverlap.flags import preset
 from tests.support.command import python, run, run_json
 from tests.support.pods import needs_plugin
+from tests.support.seeds import some
 
 ROOT = Path(__file__).parents[2]
 POD = ("--pod", "h100-sxm:1x4", "--mesh", "tp=4")
@@ -340,9 +341,10 @@ def test_plugins_that_clash_are_named():
     assert not [f for f in plugins(installed()) if f.problem]
 
 
+@pytest.mark.rotating
 @needs_plugin
 @pytest.mark.pods
-@pytest.mark.parametrize("style", ["plain", "nnx"])
+@pytest.mark.parametrize("style", some(1, ["plain", "nnx"]))
 def test_a_new_target_is_explained_as_it_stands(style: str, tmp_path: Path):
     file = str(tmp_path / f"{style}_target.py")
     shown = run("new-target", file, "--style", style)

@@ -14,11 +14,11 @@ from tests.differential.case import MAY_BE_EXPLICIT, SIGNALS, draw
 from tests.differential.compare import TOGETHER, compared, differing
 from tests.differential.pods import refused_on_pods
 from tests.support.pods import needs_plugin
-from tests.support.seeds import rotating
+from tests.support.seeds import rotating, some
 
 
 @pytest.mark.rotating
-@pytest.mark.parametrize("first", rotating(20, range(60))[::TOGETHER])
+@pytest.mark.parametrize("first", rotating(10, range(60))[::TOGETHER])
 def test_drawn_steps_live_as_under_jit(first: int):
     assert differing(range(first, first + TOGETHER)) == {}
 
@@ -45,7 +45,7 @@ WITH_NORMS = (models.residual_scan, models.language_model)  # 17 of 40 have such
 
 
 @pytest.mark.rotating
-@pytest.mark.parametrize("halves", [None, 2])
+@pytest.mark.parametrize("halves", some(1, [None, 2]))
 def test_sums_that_leave_their_scans_change_nothing(halves):
     options = Options(late_sums=True, layouts=None, halves=halves)
     seeds = rotating(2, range(12, 16))

@@ -28,7 +28,7 @@ def refused_and_differing(seeds: range) -> tuple[list[int], dict[int, list[str]]
 
 
 @pytest.mark.rotating
-@pytest.mark.parametrize("first", rotating(50, range(200))[::TOGETHER])
+@pytest.mark.parametrize("first", rotating(20, range(200))[::TOGETHER])
 def test_drawn_steps_that_state_shardings_live_as_under_jit(first: int):
     refused, differing = refused_and_differing(range(first, first + TOGETHER))
     assert differing == {}

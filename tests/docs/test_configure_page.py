@@ -44,6 +44,7 @@ def check(lines, folder):
         assert done.returncode == 0, f"{line}\n{done.stdout}\n{done.stderr}"
 
 
+@pytest.mark.nightly
 def test_the_commands_run_as_printed(tmp_path):
     lines = [line for line in commands() if COMPILES not in line]
     assert any("train_long" in line for line in lines)

@@ -31,6 +31,7 @@ from models import (
 from models.config import Mistake
 from tests.support.attention import stand_in, stand_in_backward
 from tests.support.pods import pytestmark as pods
+from tests.support.seeds import some
 
 SMALL: dict[str, Any] = dict(layers=1, hidden=64, heads=4, mlp=64)
 MODELS = {"gpt": gpt, "moe": moe, "vit": vit, "long_context": long_context}
@@ -74,7 +75,8 @@ def loss_and_gradients(name: str, config: Any) -> Any:
     return jax.tree.map(np.asarray, recipe.make_grads(config, mesh)(state["params"], batch))
 
 
-@pytest.mark.parametrize("name", ["gpt", "vit", "long_context"])
+@pytest.mark.rotating
+@pytest.mark.parametrize("name", some(1, ["gpt", "vit", "long_context"]))
 def test_numbers_are_those_of_matmuls(name: str, monkeypatch: pytest.MonkeyPatch):
     """With a stand-in for cuDNN's kernel, which this machine does not have."""
 
@@ -117,7 +119,8 @@ class TestOnPods:
             with pytest.raises(Mistake, match=f"attention='cudnn': .*{why}.*attention='xla'"):
                 attention.uses_cudnn(gpt.Config(**sizes, attention="cudnn"), mesh)
 
-    @pytest.mark.parametrize("name", MODELS)
+    @pytest.mark.rotating
+    @pytest.mark.parametrize("name", some(2, [*MODELS]))
     def test_steps_are_compiled_with_it(self, name: str):
         """Forward, again in the backward pass, and backward; for long texts on each of two hops."""
         model, axes = MODELS[name], AXES[name]
@@ -136,14 +139,18 @@ class TestOnPods:
         )
         assert '"__cudnn$fmhaSoftmaxBackward"' in text
 
+    @pytest.mark.rotating
     @pytest.mark.parametrize(
         ("recompute", "kind", "kernels"),
-        [
-            ("full", "auto", 0),
-            pytest.param("selective", "auto", 0, marks=pytest.mark.nightly),
-            ("full", "cudnn", 2 * 2),
-            ("selective", "cudnn", 2 * 2),
-        ],
+        some(
+            1,
+            [
+                ("full", "auto", 0),
+                ("selective", "auto", 0),
+                ("full", "cudnn", 2 * 2),
+                ("selective", "cudnn", 2 * 2),
+            ],
+        ),
     )
     def test_configured_meshes_have_the_ring_if_it_is_wanted(self, recompute, kind, kernels):
         """The ring has two hops, forward and again in the backward pass, with shared key heads too."""
@@ -157,8 +164,10 @@ class TestOnPods:
         step = recipe.make_step(config, mesh).lower(*recipe.abstract_args(config, mesh)).compile()
         assert step.as_text().count('custom_call_target="__cudnn$fmhaSoftmax"') == kernels
 
+    @pytest.mark.rotating
     @pytest.mark.parametrize(
-        ("recompute", "kernels"), [("save_qkv_proj", 2), ("save_attention", 1), ("full", 2)]
+        ("recompute", "kernels"),
+        some(1, [("save_qkv_proj", 2), ("save_attention", 1), ("full", 2)]),
     )
     def test_saved_attention_does_not_run_again(self, recompute, kernels):
         """With what the gradient's kernel reads besides its result."""

@@ -20,6 +20,7 @@ def losses(run):
     return [row["loss"] for row in run.rows]
 
 
+@pytest.mark.nightly
 def test_a_gpt_learns_and_a_run_that_resumes_sees_the_same_losses(tmp_path):
     whole = trainer.train(gpt.RECIPE, GPT)
     assert losses(whole)[-1] < losses(whole)[0] - 0.5

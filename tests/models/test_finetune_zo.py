@@ -13,6 +13,7 @@ from models import finetune_zo, trainer, tuned_weights
 from models.config import Config, Mistake
 from models.finetune_zo import FineTune
 from models.gpt import RECIPE
+from tests.support.seeds import some
 
 
 @pytest.fixture(scope="module")
@@ -26,7 +27,8 @@ def checkpoint(tmp_path_factory):
     return path
 
 
-@pytest.mark.parametrize("method", ["full", "lora", "prefix"])
+@pytest.mark.rotating
+@pytest.mark.parametrize("method", some(1, ["full", "lora", "prefix"]))
 def test_a_run_that_was_cut_short_resumes_to_the_same_bits(checkpoint, tmp_path, method):
     of = FineTune(checkpoint, method, steps=4, batch=4, log=tmp_path / "whole")
     _, whole, task = finetune_zo.finetune(of)
@@ -39,7 +41,8 @@ def test_a_run_that_was_cut_short_resumes_to_the_same_bits(checkpoint, tmp_path,
     assert np.isfinite(finetune_zo.evaluate(of, whole, task, batches=1))
 
 
-@pytest.mark.parametrize("method", ["full", "lora", "prefix"])
+@pytest.mark.rotating
+@pytest.mark.parametrize("method", some(1, ["full", "lora", "prefix"]))
 def test_the_tuned_weights_are_written_and_have_the_tuned_loss(checkpoint, tmp_path, method):
     of = FineTune(
         checkpoint, method, steps=2, batch=4, learning_rate=1e-2, weights=tmp_path / "weights"

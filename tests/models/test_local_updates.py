@@ -26,6 +26,7 @@ def losses(run):
     return [row["loss"] for row in run.rows]
 
 
+@pytest.mark.nightly
 def test_a_gpt_learns_and_a_run_that_resumes_sees_the_same_losses(tmp_path):
     whole = train(GPT)
     assert [row["step"] for row in whole.rows] == [3, 7, 11, 15]

@@ -26,7 +26,7 @@ def options(count: int) -> settings:
     )
 
 
-@options(60)
+@options(30)
 @given(cases(AT_ONCE))
 def test_values_gradients_and_shardings_are_plains(case: Case):
     check(case, by_rule)

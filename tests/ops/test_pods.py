@@ -52,6 +52,7 @@ def check(name: str, pod: str) -> None:
     assert ours.audit.total.bytes_moved <= plain.audit.total.bytes_moved * 1.001
 
 
+@pytest.mark.nightly
 def test_every_hop_of_a_gpt_is_covered():
     check("gpt", "h100-sxm:1x8")
 

@@ -15,6 +15,7 @@ import pytest
 from jaxoverlap.start import kept
 from tests.start import ending
 from tests.support.processes import ROOT
+from tests.support.seeds import some
 
 CODES = {
     "return": {0},
@@ -45,7 +46,8 @@ def test_a_run_that_was_killed_decides_nothing_when_it_is_started_again(tmp_path
     assert second.returncode == 0
 
 
-@pytest.mark.parametrize("phase", ending.PHASES)
+@pytest.mark.rotating
+@pytest.mark.parametrize("phase", some(2, [*ending.PHASES]))
 @pytest.mark.parametrize(
     "how",
     [

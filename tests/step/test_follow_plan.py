@@ -38,6 +38,7 @@ from jaxoverlap.step import check_plan as made
 from jaxoverlap.tuning.candidates import with_variants
 from tests.golden.facts import counted
 from tests.support.pods import needs_plugin
+from tests.support.seeds import some
 
 SHAPE, AXES = (2, 4), ("data", "model")
 MESH = jax.make_mesh(SHAPE, AXES, axis_types=(AxisType.Auto,) * 2)
@@ -663,8 +664,9 @@ def test_the_cluster_that_a_plan_went_by(plan):
     assert made.cluster_for(with_made_for(plan, cluster="mine:2x4"), MESH) is None
 
 
+@pytest.mark.rotating
 @needs_plugin
-@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("tied", some(1, [True, False]))
 def test_a_plan_that_leaves_lookups_whole_is_followed(tmp_path, tied):
     """Their gradients could be scattered; the price decided that nothing is rewritten."""
     mesh = jaxoverlap.pod_mesh("h100-sxm:1x8", {"fsdp": 8})

@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import os
 import subprocess
+from collections.abc import Sequence
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
@@ -41,3 +42,11 @@ def rotating(count: int, among: range) -> range:
     """Return this run's window of a range of seeds."""
     number = turn()
     return among if number is None else window(count, among, number)
+
+
+def some[Case](count: int, cases: Sequence[Case]) -> list[Case]:
+    """Return this run's few of many cases, neighbours in their order; all for all seeds."""
+    number = turn()
+    if number is None or count >= len(cases):
+        return list(cases)
+    return [cases[(number * count + n) % len(cases)] for n in range(count)]

@@ -20,6 +20,7 @@ from jaxoverlap.train.compression import data_parallel, none, uniform
 from jaxoverlap.train.local_updates.state import ParamsIn
 from jaxoverlap.train.zeroth_order.directions import Draw, direction
 from tests.support.odd_trees import OTHERS, STATES, TRAINED, odd_parameters, odd_trees
+from tests.support.seeds import some
 from tests.train.compression.problem import mesh_of
 
 ROWS = np.float32([[1], [1], [3], [3]])  # worker 0 has rows of mean 1, and worker 1 of mean 3
@@ -190,7 +191,8 @@ PROPERTIES = {
 }
 
 
-@pytest.mark.parametrize("name", PROPERTIES)
+@pytest.mark.rotating
+@pytest.mark.parametrize("name", some(1, [*PROPERTIES]))
 def test_an_odd_tree_trains_as_plain_mathematics_do_or_is_refused_in_a_sentence(name):
     run, strategies = PROPERTIES[name]
     drawn(15)(given(*strategies)(run))()

@@ -60,6 +60,7 @@ def goes_on(lab: Lab, folder: Path, undisturbed: list[float]) -> None:
     np.testing.assert_allclose(losses(folder / "rows"), undisturbed, rtol=1e-5)
 
 
+@pytest.mark.nightly
 def test_a_host_that_dies_in_mid_step_is_named(lab, tmp_path, undisturbed):
     processes = begun(lab, tmp_path, "a")
     under_way(tmp_path)

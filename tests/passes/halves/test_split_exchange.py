@@ -21,6 +21,7 @@ from jaxoverlap.plan.edits import SplitExchange
 from tests.support.pods import marked
 from tests.support.pods import pytestmark as pods
 from tests.support.ragged import arrays, mixture_step, on_cpu
+from tests.support.seeds import some
 
 
 def mesh_of(kind=AxisType.Auto):
@@ -51,7 +52,8 @@ ROUTES = {  # what the router's weights are multiplied by, and the room of a dev
 }
 
 
-@pytest.mark.parametrize("parts", [2, 4])
+@pytest.mark.rotating
+@pytest.mark.parametrize("parts", some(1, [2, 4]))
 @pytest.mark.parametrize("route", ROUTES)
 def test_numbers_shardings_and_donation_are_the_plain_steps(route, parts):
     on_cpu()

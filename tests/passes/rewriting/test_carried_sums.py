@@ -273,6 +273,7 @@ def test_an_edit_that_does_not_fit_is_refused(changes, said):
         apply(edited, [wrong])
 
 
+@pytest.mark.nightly
 @marked(pods)
 def test_a_hybrid_step_sends_its_sums_over_hosts_once():
     """The search takes it, explain() says so, and XLA's schedule has no all-reduce in a loop."""

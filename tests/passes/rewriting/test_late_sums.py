@@ -22,6 +22,7 @@ from jaxoverlap.passes.rewriting.late_sums import late_sums
 from jaxoverlap.plan.edits import DropTypes, SumLate, in_order
 from tests.support.pods import marked
 from tests.support.pods import pytestmark as pods
+from tests.support.seeds import some
 
 L, B, S, D, F = 4, 16, 8, 32, 64
 FSDP = ("fsdp",)
@@ -92,8 +93,11 @@ def test_sums_over_the_batch_are_found(remat):
     assert str(edits[0]).endswith("of scan 1 over fsdp behind it")
 
 
-@pytest.mark.parametrize("halves", [None, 2])
-@pytest.mark.parametrize("remat", [True, False])
+HALVES_AND_REMATS = [(None, True), (2, False), (None, False), (2, True)]
+
+
+@pytest.mark.rotating
+@pytest.mark.parametrize(("halves", "remat"), some(2, HALVES_AND_REMATS))
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16], ids=["f32", "bf16"])
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
 def test_numbers_shardings_and_donation_are_the_plain_steps(kind, dtype, remat, halves):

@@ -18,6 +18,7 @@ import orbax.checkpoint as ocp
 import pytest
 
 from tests.support.processes import ROOT
+from tests.support.seeds import some
 from tests.train.compression import ending
 
 CODES = {
@@ -97,7 +98,8 @@ def check(how: str, seconds: float, folder: Path) -> int:
     return code
 
 
-@pytest.mark.parametrize("how", CODES)
+@pytest.mark.rotating
+@pytest.mark.parametrize("how", some(2, [*CODES]))
 def test_a_run_that_ends_while_a_program_compiles_ends_as_it_should(how, tmp_path):
     check(how, -1, tmp_path / "run")
 

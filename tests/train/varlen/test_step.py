@@ -112,6 +112,7 @@ def losses(run):
     return [row["loss"] for row in run.rows]
 
 
+@pytest.mark.nightly
 def test_the_trainer_learns_and_resumes_to_the_same_losses(tmp_path):
     whole = trainer.train(long_context.RECIPE, SMALL)
     assert losses(whole)[-1] < losses(whole)[0] - 0.5

@@ -11,6 +11,7 @@ from flax import nnx
 from jaxoverlap.train import zeroth_order as zo
 from jaxoverlap.train.zeroth_order.directions import stochastic
 from jaxoverlap.train.zeroth_order.estimator import decays
+from tests.support.seeds import some
 from tests.train.zeroth_order import problem
 
 TRANSFORM = zo.mezo(eps=1e-2, lr=1e-2)
@@ -202,7 +203,8 @@ def test_small_updates_in_16_bits_are_kept_in_the_mean_and_lost_to_the_nearest()
     assert moved("stochastic") < -2e-5
 
 
-@pytest.mark.parametrize("deferred", (False, True))
+@pytest.mark.rotating
+@pytest.mark.parametrize("deferred", some(1, [False, True]))
 def test_rounding_by_chance_gives_the_same_bits_in_blocks_deferred_and_from_the_log(
     tmp_path, deferred
 ):

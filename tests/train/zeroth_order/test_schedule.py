@@ -14,6 +14,7 @@ from jaxoverlap import parse_cluster
 from jaxoverlap.hardware.pods import compiler_options, devices
 from jaxoverlap.simulation.host_copies import FROM_HOST, TO_HOST
 from jaxoverlap.train import zeroth_order as zo
+from tests.support.seeds import some
 from tests.train.zeroth_order import problem
 
 WIDTH = 512
@@ -40,8 +41,9 @@ def compiled(gpus: int, layers: int) -> jax.stages.Compiled:
     return lowered.compile(compiler_options() | options)
 
 
+@pytest.mark.rotating
 @pytest.mark.pods
-@pytest.mark.parametrize("gpus", [1, 2])
+@pytest.mark.parametrize("gpus", some(1, [1, 2]))
 def test_copies_hide_and_memory_does_not_grow_with_depth(gpus):
     shallow, deep = (compiled(gpus, layers) for layers in (4, 12))
     audit = jaxoverlap.audit(deep)

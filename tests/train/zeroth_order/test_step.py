@@ -13,6 +13,7 @@ from jax.sharding import PartitionSpec as P
 
 import jaxoverlap
 from jaxoverlap.train import zeroth_order as zo
+from tests.support.seeds import some
 from tests.train.zeroth_order import problem
 
 TRANSFORM = zo.mezo(eps=1e-2, lr=1e-4, weight_decay=0.1)
@@ -78,7 +79,8 @@ def alone() -> tuple[np.ndarray, Any]:
     return trajectory("one device")
 
 
-@pytest.mark.parametrize("name", ["PertP", "DDP", "2D", "2D, tensor parallel"])
+@pytest.mark.rotating
+@pytest.mark.parametrize("name", some(2, ["PertP", "DDP", "2D", "2D, tensor parallel"]))
 def test_all_ways_take_one_trajectory(name, alone):
     losses, params = trajectory(name)
     np.testing.assert_allclose(losses, alone[0], rtol=1e-6)
@@ -108,6 +110,7 @@ def test_tensor_parallelism_sends_activations_and_no_parameters():
     assert largest <= 4 * rows * problem.LENGTH * problem.HIDDEN
 
 
+@pytest.mark.nightly
 def test_rings_in_the_forward_pass_change_nothing():
     mesh = problem.mesh(pair=2, data=2, model=2)
     model, params = tensor_parallel(mesh)
@@ -122,7 +125,8 @@ def test_rings_in_the_forward_pass_change_nothing():
     np.testing.assert_allclose(losses[1], losses[0], rtol=2e-6)
 
 
-@pytest.mark.parametrize("directions", [1, 2])
+@pytest.mark.rotating
+@pytest.mark.parametrize("directions", some(1, [1, 2]))
 def test_deferred_and_flushed_is_immediate_to_the_bit(directions):
     transform = zo.mezo(eps=1e-2, lr=lambda n: 1e-2 / (1 + n), directions=directions)
     found = []
