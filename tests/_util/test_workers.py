@@ -40,7 +40,7 @@ def own_workers(monkeypatch):
     workers._end_idle()
 
 
-def asked(request: bytes = b"", timeout_s: float = 30.0, **more: str) -> bytes:
+def asked(request: bytes = b"", timeout_s: float = 120.0, **more: str) -> bytes:
     return ask(answered, request, {**os.environ, **more}, timeout_s)
 
 
