@@ -17,9 +17,12 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jaxoverlap
+from jaxoverlap._jax import jits
+from jaxoverlap.hardware.cluster import parse_cluster
 from jaxoverlap.start import at_once, contender, kept
 from jaxoverlap.start.candidates import Offers
 from jaxoverlap.start.record import PLAIN
+from jaxoverlap.step.options import Options
 from tests.start.case import (
     VARIANTS,
     arguments,
@@ -275,6 +278,13 @@ def test_where_the_search_fails_training_goes_on_and_a_warning_says_why(
         _, losses = train(step, *arguments(mesh), decided(step))
     assert step.trials[0].taken == PLAIN and not list(tmp_path.rglob("*.json"))
     np.testing.assert_allclose(losses, plain_losses(mesh, len(losses)), **TOLERANCE)
+
+
+@pytest.mark.parametrize(("memory", "fits"), [(None, True), (0.9, True), (1000.0, False)])
+def test_a_step_that_needs_more_than_memory_states_does_not_start_at_once(memory, fits, mesh):
+    options = Options(cluster=parse_cluster("h100-sxm:1x8"), memory=memory)
+    call = jits.infer(make_step(mesh), arguments(mesh), {})
+    assert contender.fits_as_written(call, options) == fits
 
 
 def test_room_is_what_is_not_allocated_and_what_the_arguments_have():
