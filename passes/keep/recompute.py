@@ -106,7 +106,7 @@ class _Again(NamedTuple):
 
     @classmethod
     def of(cls, layer: SavingLayer) -> _Again | None:
-        """Find it; None where it would have effects, or is free anyway."""
+        """Find it; None where it would have effects."""
         body = layer.body
         if layer.is_scanned:
             there = body.eqns[layer.first].params["jaxpr"].eqns
@@ -178,8 +178,10 @@ def _in_body(eqns: Sequence[Any], layer: SavingLayer) -> list[Any]:
     before, after = eqns[: layer.reader], eqns[layer.reader :]
     reader, results = after[0], {v: compat.like_var(v) for v in layer.saved}
     waits = [v for v in again.inputs if _has_numbers(v)]
-    late = {v for eqn in before if is_backward(eqn) for v in eqn.outvars if _has_numbers(v)}
-    first = [v for v in compat.variables(reader.invars) if v in late] or [*late][-1:]
+    made = (v for eqn in before if is_backward(eqn) for v in eqn.outvars if _has_numbers(v))
+    late = dict.fromkeys(made)
+    first = [v for v in dict.fromkeys(compat.variables(reader.invars)) if v in late]
+    first = first or [*late][-1:]
     passed = {v: compat.like_var(v) for v in waits}
     barrier = inlining.inline(
         lambda *values: lax.optimization_barrier(values),
