@@ -52,7 +52,7 @@ def test_a_step_keeps_what_pays_and_says_so():
 
 @marked(pods)
 def test_the_user_decides_first():
-    step, args = small()
+    step, args = step_of()
     every = kept_in(overlap(step, memory=0.9).explain(*args))
     line = every[0].source
     barred = kept_in(overlap(step, memory=0.9, recompute=[line]).explain(*args))
