@@ -139,8 +139,8 @@ def near(candidates: Iterable[Candidate], share: float) -> list[Candidate]:
 def ranked(compiled: Iterable[Candidate], most_bytes: float) -> list[Candidate]:
     """Return compiled candidates, the fastest first; equally fast ones as they came.
 
-    Those that need more memory than there is come behind those that do not, the smallest first, and
-    those that were refused behind all.
+    Those that need more memory than there is come behind those that do not, and those that were
+    refused behind all.
 
     Args:
         compiled: the candidates; seconds that differ by less than `SAME` are equal.
@@ -149,10 +149,10 @@ def ranked(compiled: Iterable[Candidate], most_bytes: float) -> list[Candidate]:
     rows = list(compiled)
     unit = next((one.seconds for one in rows if one.seconds < math.inf), 1.0) * SAME
 
-    def key(one: Candidate) -> tuple[bool, float, float]:
+    def key(one: Candidate) -> tuple[bool, bool, float]:
         known = one.seconds < math.inf
-        excess = max(0.0, one.evaluation.peak_bytes - most_bytes)
-        return not known, excess, round(one.seconds / unit) if known else math.inf
+        too_large = one.evaluation.peak_bytes > most_bytes
+        return not known, too_large, round(one.seconds / unit) if known else math.inf
 
     return sorted(rows, key=key)
 
