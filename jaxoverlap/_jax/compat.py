@@ -235,7 +235,7 @@ def new_remat(
     """A `jax.checkpoint` that was differentiated, and that XLA may share with nothing.
 
     Args:
-        body: what it computes.
+        body: the equations that it runs.
         invars, outvars: its operands and results.
         like: an equation whose source line, name stack and context it has.
     """

@@ -45,7 +45,7 @@ class DropTypes(_Edit, frozen=True, kw_only=True):
 
 
 class Recompute(_Edit, frozen=True, kw_only=True):
-    """What a layer saves for the backward pass is computed again there, from the layer's inputs.
+    """The backward pass computes a layer's saved values again, from the layer's inputs.
 
     Attributes:
         source: the line of the layer's first equation.

@@ -44,7 +44,7 @@ class Options:
         memory: the memory that a device may need, as a share of its own up to 1, or in bytes; None
             to keep what the user's program keeps.
         keep, recompute: as in `overlap`.
-        room: the bytes that may be kept beside what the user's program keeps, below 0 for bytes
+        room: the bytes that may be kept more than the user's program keeps, below 0 for bytes
             that it has to keep less; None: as many as `memory` leaves.
         operations, agree_within_s, never_slower: as in `overlap`.
         prices: the cost model to decide by; None for the package's of the cluster.

@@ -31,7 +31,7 @@ class SavingLayer:
         body: the body that it stands in.
         first, last: the indices of its first equation, and of the one behind its last one; of a
             layer that is a step of a scan both are the scan's.
-        reader: the index of the first equation that reads what it saves.
+        reader: the index of the first equation that reads its saved values.
         saved: the values that it computes and saves: in the body, or in the body of the scan.
     """
 

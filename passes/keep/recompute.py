@@ -94,7 +94,7 @@ def _named(body: Body, edit: Recompute, first: int, last: int) -> SavingLayer:
 
 
 class _Again(NamedTuple):
-    """What computes the saved values of a layer again.
+    """These equations compute the saved values of a layer again.
 
     Attributes:
         eqns: the equations.
@@ -126,7 +126,7 @@ class _Again(NamedTuple):
         """Return the remat.
 
         Args:
-            inputs: what it reads for `self.inputs`.
+            inputs: the operands in place of `self.inputs`.
             values: the values that it computes.
             results: the variables for them.
             like: an equation that needs them.

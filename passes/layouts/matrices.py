@@ -40,7 +40,7 @@ _MATRIX_DIMS = 2
 
 @dataclass(frozen=True)
 class _Chain:
-    """What is computed of one matrix.
+    """These equations compute something of one matrix.
 
     Attributes:
         positions: the indices of its equations in the step.
@@ -55,9 +55,8 @@ class _Chain:
     outputs: tuple[Any, ...]
 
     @classmethod
-    def of(cls, jaxpr: Any, positions: Sequence[int]) -> _Chain:
-        uses = DefUse(jaxpr.eqns, jaxpr.outvars)
-        eqns = [jaxpr.eqns[position] for position in positions]
+    def of(cls, uses: DefUse, positions: Sequence[int]) -> _Chain:
+        eqns = [uses.eqns[position] for position in positions]
         made = [v for eqn in eqns for v in eqn.outvars]
         inputs = dict.fromkeys(v for eqn in eqns for v in compat.variables(eqn.invars))
         inputs = tuple(v for v in inputs if v not in {*made})
@@ -104,21 +103,21 @@ def _groups(jaxpr: Any) -> list[list[_Chain]]:
     if any(compat.ordered_effects(eqn) for eqn in jaxpr.eqns):
         return []
     alike: dict[Any, list[_Chain]] = {}
-    for positions in _chains(jaxpr):
-        chain = _Chain.of(jaxpr, positions)
+    uses = DefUse(jaxpr.eqns, jaxpr.outvars)
+    for positions in _chains(jaxpr, uses):
+        chain = _Chain.of(uses, positions)
         types = tuple(map(compat.type_text, chain.inputs))
         (text,) = compat.jaxpr_texts([chain.part])
         alike.setdefault((types, text), []).append(chain)
     return [chains for chains in alike.values() if len(chains) > 1]
 
 
-def _chains(jaxpr: Any) -> list[list[int]]:
+def _chains(jaxpr: Any, uses: DefUse) -> list[list[int]]:
     """Return the indices of the equations of each chain.
 
     A chain is matmuls that need each other, and the equations between them.
     """
     matmuls = _of_optimizer(jaxpr)
-    uses = DefUse(jaxpr.eqns, jaxpr.outvars)
     before = _needed(jaxpr.eqns, matmuls, lambda eqn: map(uses.made.get, _variables(eqn)))
     after = _needed(
         jaxpr.eqns,
@@ -239,7 +238,6 @@ def _specs(step: EditedStep, results: Sequence[Any]) -> list[Spec | None]:
 
 def _in_order(jaxpr: Any, instead: dict[int, list[Any]]) -> list[Any]:
     """Return a step's equations, some replaced by others, each after those that it needs."""
-    every = list(dict.fromkeys((id(instead[id(e)]), id(e)) for e in jaxpr.eqns))
     groups = {id(instead[id(eqn)]): instead[id(eqn)] for eqn in jaxpr.eqns}
     maker = {v: key for key, eqns in groups.items() for eqn in eqns for v in eqn.outvars}
     made, done = list[Any](), set[int]()
@@ -249,7 +247,8 @@ def _in_order(jaxpr: Any, instead: dict[int, list[Any]]) -> list[Any]:
         while stack:
             now = stack[-1]
             reads = (v for eqn in groups[now] for v in compat.variables(eqn.invars))
-            waits = [maker[v] for v in reads if v in maker and maker[v] not in (now, *done)]
+            makers = (maker[v] for v in reads if v in maker)
+            waits = [key for key in makers if key != now and key not in done]
             if waits and now not in done:
                 stack += waits
                 continue
@@ -258,6 +257,6 @@ def _in_order(jaxpr: Any, instead: dict[int, list[Any]]) -> list[Any]:
                 done.add(now)
                 made.extend(groups[now])
 
-    for key, _ in every:
+    for key in groups:
         emit(key)
     return made

@@ -9,16 +9,15 @@ import optax
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from jax.sharding import AxisType, NamedSharding
+from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jaxoverlap
 from jaxoverlap.hardware.pods import pod_mesh
-from jaxoverlap.passes.analysis.flatten import flatten
 from jaxoverlap.passes.apply import apply
-from jaxoverlap.passes.edited import EditedStep
 from jaxoverlap.passes.layouts import matrices
 from jaxoverlap.plan.edits import StackMatrices
+from tests.support.edited import edited_of, evaluated, mesh_of
 from tests.support.pods import marked
 from tests.support.pods import pytestmark as pods
 
@@ -66,30 +65,15 @@ def muon(sizes, scan=False):
     return step, made
 
 
-def edited(step, args, mesh):
-    traced = jax.jit(step).trace(*args)
-    flat = jax.tree.leaves(args)
-    specs = tuple(_axes(v) for v in flat)
-    return EditedStep(flatten(traced.jaxpr), mesh, specs)
-
-
-def _axes(value):
-    spec = (*value.sharding.spec, *(None,) * (value.ndim - len(value.sharding.spec)))
-    return tuple((a,) if isinstance(a, str) else tuple(a or ()) for a in spec)
-
-
 def compare(sizes, scan, axes, spec):
-    mesh = jax.make_mesh(tuple(axes.values()), tuple(axes), (AxisType.Auto,) * len(axes))
+    mesh = mesh_of(axes)
     step, made = muon(sizes, scan)
     args = made(mesh, spec)
-    before = edited(step, args, mesh)
+    before = edited_of(step, args, mesh)
     alone = [np.asarray(v) for v in jax.tree.leaves(args)]
     wanted = jax.tree.leaves(jax.jit(step)(*jax.tree.unflatten(jax.tree.structure(args), alone)))
     for edits in matrices.proposals(before):
-        after = apply(before, edits).jaxpr
-        results = jax.jit(lambda *flat, j=after: jax.core.eval_jaxpr(j, j.consts, *flat))(
-            *jax.tree.leaves(args)
-        )
+        results = evaluated(apply(before, edits).jaxpr, args)
         for one, other in zip(results, wanted, strict=True):
             np.testing.assert_allclose(one, other, rtol=3e-4, atol=1e-5)
     return [*matrices.proposals(before)]
@@ -123,7 +107,7 @@ def test_many_numbers_are_those_without_devices(sizes, scan, axes, spec):
 
 
 def test_matrices_that_need_each_other_are_not_stacked():
-    mesh = jax.make_mesh((8,), ("data",), (AxisType.Auto,))
+    mesh = mesh_of({"data": 8})
 
     def step(ws, x):
         first = iterations(ws[0], scan=False)
@@ -132,15 +116,15 @@ def test_matrices_that_need_each_other_are_not_stacked():
 
     at = NamedSharding(mesh, P("data"))
     w, x = (jax.device_put(jnp.ones(dims), at) for dims in ((16, 16), (32, 16)))
-    assert not [*matrices.proposals(edited(step, ([w, w], x), mesh))]
+    assert not [*matrices.proposals(edited_of(step, ([w, w], x), mesh))]
 
 
 def test_an_edit_that_names_no_matrices_is_an_error():
-    mesh = jax.make_mesh((8,), ("data",), (AxisType.Auto,))
+    mesh = mesh_of({"data": 8})
     step, made = muon([8, 8])
     edit = StackMatrices(source="a.py:1", first=(0, 1), axes=("data",))
     with pytest.raises(ValueError, match="no such matrices are computed alike"):
-        apply(edited(step, made(mesh, P("data")), mesh), [edit])
+        apply(edited_of(step, made(mesh, P("data")), mesh), [edit])
 
 
 @marked(pods)
