@@ -17,7 +17,7 @@ from typing import Annotated, Any
 
 import typer
 
-from benchmarks import cudnn_numbers, explicit, frame, one_gpu, questions, ragged
+from benchmarks import cudnn_numbers, explicit, frame, one_gpu, ragged
 from benchmarks.drawn import rows as drawn
 from benchmarks.drawn.rows import compared
 from benchmarks.frame import in_ms, markdown, read_rows
@@ -25,6 +25,7 @@ from benchmarks.gpu import curve, hang, kernels, race, systems
 from benchmarks.local_updates import learning
 from benchmarks.pods import rows as pods
 from benchmarks.pods.suite import SCHEDULED
+from benchmarks.questions import answers
 from benchmarks.strangers import pods as strangers
 from benchmarks.varlen import table as varlen
 from benchmarks.written import rows as written
@@ -111,15 +112,19 @@ def _suite() -> str:
 
 def _questions() -> str:
     rows = read_rows(RESULTS / "questions.jsonl")
-    table = markdown(questions.COLUMNS, questions.table(rows), ("ms", "times"))
-    said = (*(f"{line}." for line in questions.summary(rows)), questions.without_figure(rows))
-    return f"{table}\n\n{' '.join(filter(None, (*said, measured_at(rows))))}"
+    table = markdown(answers.COLUMNS, answers.table(rows), answers.NUMBERS)
+    said = (*answers.summary(rows), answers.without_figure(rows), measured_at(rows))
+    return f"{table}\n\n{' '.join(filter(None, said))}"
+
+
+def _question_parts() -> str:
+    rows = read_rows(RESULTS / "questions.jsonl")
+    return markdown(answers.PART_COLUMNS, answers.parts(rows), answers.PART_COLUMNS[2:])
 
 
 def _meshes() -> str:
     rows = read_rows(RESULTS / "questions.jsonl")
-    numbers = questions.MESH_COLUMNS[2:-1]
-    table = markdown(questions.MESH_COLUMNS, questions.by_mesh(rows), numbers)
+    table = markdown(answers.MESH_COLUMNS, answers.by_mesh(rows), answers.MESH_NUMBERS)
     return f"{table}\n\n{measured_at(rows)}"
 
 
@@ -208,6 +213,7 @@ TABLES: Mapping[str, Callable[[], str]] = {
     "pods": _pods,
     "suite": _suite,
     "questions": _questions,
+    "question parts": _question_parts,
     "meshes": _meshes,
     "ragged": _ragged,
     "explicit": _explicit,

@@ -121,10 +121,12 @@ def kernels(
     out: Written = Path("out/gpu/kernels.jsonl"),
 ) -> None:
     """Time the kernels of one device's program of pods' steps, against the simulation."""
-    from benchmarks.pods.questions import MESH_STEPS
     from benchmarks.pods.suite import STEPS
+    from benchmarks.questions.asked import QUESTIONS
+    from benchmarks.questions.asked import STEPS as ASKED
 
-    pods = {name: wanted.pod for name, wanted in {**STEPS, **MESH_STEPS}.items()}
+    pods = {name: wanted.pod for name, wanted in STEPS.items()}
+    pods |= {name: QUESTIONS[question].pod for name, (question, _) in ASKED.items()}
     if rehearse:
         pods = {timed_kernels.REHEARSED: "h100-sxm:1x4"}
     usual = None if rehearse else list(STEPS)

@@ -14,9 +14,11 @@ from benchmarks.gpu.child import Process
 from benchmarks.gpu.kernels import REHEARSED
 from benchmarks.gpu.race_child import about
 from benchmarks.gpu.steps import STEPS
-from benchmarks.pods.questions import MESH_STEPS
 from benchmarks.pods.suite import PLAIN
 from benchmarks.pods.suite import STEPS as SUITE
+from benchmarks.questions.asked import QUESTIONS
+from benchmarks.questions.asked import STEPS as ASKED
+from benchmarks.questions.model import KEPT, abstract_args, make_step
 from jaxoverlap._jax.jobs import peak_bytes
 from jaxoverlap.cost.adjusted_tables import cluster_here
 from jaxoverlap.cost.find import cost_model
@@ -69,12 +71,20 @@ def _built(step: str) -> tuple[Any, Any, Mesh]:
             lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), built.args
         )
         return built.step, like, jax.tree.leaves(like)[0].sharding.mesh
-    wanted = {**SUITE, **MESH_STEPS}[step]
-    sizes = tuple(wanted.axes.values())
-    devices = np.array(jax.devices(), dtype=object).reshape(sizes)
-    mesh = Mesh(devices, tuple(wanted.axes), axis_types=(AxisType.Auto,) * len(sizes))
-    function, args = wanted.build(PLAIN, mesh)
-    return function, args, mesh
+    if step in SUITE:
+        mesh = _mesh(SUITE[step].axes)
+        return *SUITE[step].build(PLAIN, mesh), mesh
+    question, mesh_name = ASKED[step]
+    asked = QUESTIONS[question]
+    mesh = _mesh(asked.meshes[mesh_name], explicit=asked.explicit)
+    function = make_step(asked.model, mesh, KEPT["dots + attention"])
+    return function, abstract_args(asked.model, mesh), mesh
+
+
+def _mesh(axes: dict[str, int], *, explicit: bool = False) -> Mesh:
+    kind = AxisType.Explicit if explicit else AxisType.Auto
+    devices = np.array(jax.devices(), dtype=object).reshape(tuple(axes.values()))
+    return Mesh(devices, tuple(axes), axis_types=(kind,) * len(axes))
 
 
 def _prices(mesh: Mesh, hosts_x_gpus: str) -> tuple[CostModel, str]:

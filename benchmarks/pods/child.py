@@ -8,7 +8,6 @@ from typing import Any
 import jaxoverlap
 from benchmarks.frame import Row, provenance
 from benchmarks.pod_step import of_cut
-from benchmarks.pods.questions import MESH_STEPS
 from benchmarks.pods.suite import (
     ALL,
     DEFAULT,
@@ -37,7 +36,7 @@ SETTINGS: dict[str, dict[str, Any]] = {  # of overlap(), besides the scheduler p
 
 def measured(step: str, row: str) -> Row:
     """Measure a row of a step of the suite, by `measure`."""
-    return measure({**ALL, **MESH_STEPS}[step], row)
+    return measure(ALL[step], row)
 
 
 def measure(step: Step, row: str) -> Row:
@@ -112,10 +111,6 @@ def seconds(step: Simulation, *, lines: bool) -> Row:
             if sum(seconds_of) > 1e-3 * step.step_s
         },
     }
-
-
-def _of_plan(plan: jaxoverlap.Plan) -> Row:
-    return of_cut(plan) | {"rings": len(plan.rings)}
 
 
 def _of_pass(report: Any) -> Row:

@@ -1,0 +1,144 @@
+"""The answers to the questions: the fastest row without jaxoverlap, and with it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+from benchmarks.frame import Row
+from benchmarks.questions.asked import QUESTIONS
+from benchmarks.questions.measure import (
+    DEFAULTS,
+    EVERYTHING,
+    FREE_POLICY,
+    MADE_TO_FIT,
+    OVERLAPPED,
+    PLAIN_OPTIONS,
+    WITH_MEMORY,
+    fits,
+)
+
+COLUMNS = ("question", "best without", "ms", "MFU", "best with", "ms", "MFU", "times")
+NUMBERS = ("ms", "MFU", "times")
+PART_COLUMNS = (
+    "question", "", "ms", "matmuls at peak", "compute", "slowed", "exposed", "GB", "of",
+)  # fmt: skip
+MESH_COLUMNS = ("question", "mesh", "recomputed", "without", "options", "with", "memory=")
+MESH_NUMBERS = ("without", "with", "memory=")
+
+
+class Answer(NamedTuple):
+    """The fastest rows of a question."""
+
+    without: Row
+    overlapped: Row
+
+
+def answers(rows: Sequence[Row]) -> dict[str, Answer]:
+    """Return the best without and with, of each question that has both."""
+    found = {}
+    for question in QUESTIONS:
+        own = [row for row in rows if row["step"] == question]
+        without = _fastest(own, PLAIN_OPTIONS)
+        with_it = _fastest(own, (OVERLAPPED, WITH_MEMORY))
+        if without and with_it:
+            found[question] = Answer(without, with_it)
+    return found
+
+
+def _fastest(rows: Sequence[Row], options: Sequence[str]) -> Row | None:
+    mine = (row for row in rows if row["options"] in options and fits(row))
+    return min(mine, key=lambda row: row["step_s"], default=None)
+
+
+def gains(rows: Sequence[Row]) -> dict[str, float]:
+    """Return how many times as fast each question's best is with jaxoverlap."""
+    return {
+        question: without["step_s"] / with_it["step_s"]
+        for question, (without, with_it) in answers(rows).items()
+    }
+
+
+def table(rows: Sequence[Row]) -> list[tuple[str, ...]]:
+    """Return the answers under COLUMNS."""
+    return [
+        (question, *_named(without), *_named(with_it), f"{gains(rows)[question]:.2f}")
+        for question, (without, with_it) in answers(rows).items()
+    ]
+
+
+def _named(row: Row) -> tuple[str, str, str]:
+    return setting(row), f"{row['step_s'] * 1e3:.0f}", f"{row['model_s'] / row['step_s']:.0%}"
+
+
+def setting(row: Row) -> str:
+    """Name a row: its mesh, what is kept, and options."""
+    if row["policy"] == FREE_POLICY:
+        return f"{row['mesh']}; {row['options']}"
+    kept = "all recomputed" if row["policy"] == "full" else f"{row['policy']} kept"
+    return f"{row['mesh']}; {kept}; {row['options']}"
+
+
+def parts(rows: Sequence[Row]) -> Iterator[tuple[str, ...]]:
+    """Yield where the seconds of each answer go, in milliseconds under PART_COLUMNS.
+
+    Without what is exposed a step would take its compute and what slows it; without either, its
+    compute.
+    """
+    for question, (without, with_it) in answers(rows).items():
+        for name, row in ((question, without), ("", with_it)):
+            times = (row[n] for n in ("step_s", "model_s", "compute_s", "slowdown_s", "exposed_s"))
+            memory = (f"{row[n] / 1e9:.0f}" for n in ("peak_bytes", "chip_bytes"))
+            side = "without" if name else "with"
+            yield name, side, *(f"{s * 1e3:.0f}" for s in times), *memory
+
+
+def by_mesh(rows: Sequence[Row]) -> Iterator[tuple[str, ...]]:
+    """Yield each question's meshes under MESH_COLUMNS: the best of each, in milliseconds."""
+    for question in QUESTIONS:
+        own = [row for row in rows if row["step"] == question]
+        for mesh in dict.fromkeys(row["mesh"] for row in own):
+            here = [row for row in own if row["mesh"] == mesh]
+            best = _fastest(here, PLAIN_OPTIONS)
+            others = (_ms(_fastest(here, (kind,))) for kind in (OVERLAPPED, WITH_MEMORY))
+            kept, options = (best["policy"], best["options"]) if best else ("none fits", "")
+            yield question, mesh, kept, _ms(best), options, *others
+
+
+def _ms(row: Row | None) -> str:
+    return f"{row['step_s'] * 1e3:.0f}" if row else ""
+
+
+def summary(rows: Sequence[Row]) -> list[str]:
+    """Return the geometric mean, the least, and what was made to fit, a sentence each."""
+    times = gains(rows)
+    if not times:
+        return ["No question has both answers yet."]
+    mean = math.exp(math.fsum(map(math.log, times.values())) / len(times))
+    worst = min(times, key=lambda name: times[name])
+    return [
+        f"{mean:.2f} times as fast in geometric mean over {len(times)} questions; "
+        f"the least is {times[worst]:.2f} ({worst}).",
+        *_made_to_fit(rows),
+    ]
+
+
+def _made_to_fit(rows: Sequence[Row]) -> Iterator[str]:
+    """Yield how fast steps are that were made to fit, and the fastest policies that fit there."""
+    for row in rows:
+        if row["options"] != MADE_TO_FIT or not row.get("step_s"):
+            continue
+        here = [r for r in rows if (r["step"], r["mesh"]) == (row["step"], row["mesh"])]
+        needed = next(r for r in here if (r["policy"], r["options"]) == (EVERYTHING, DEFAULTS))
+        yield (
+            f"{row['step']}, {row['mesh']}, everything kept: {_ms(needed)} ms in "
+            f"{needed['peak_bytes'] / 1e9:.0f} GB; made to fit: {_ms(row)} ms in "
+            f"{row['peak_bytes'] / 1e9:.0f} GB."
+        )
+
+
+def without_figure(rows: Sequence[Row]) -> str:
+    """Name the rows that have no seconds, and why, in a sentence; empty if all have."""
+    failed = [f"{row['step']}, {setting(row)} ({row['error']})" for row in rows if "error" in row]
+    return f"No figure: {'; '.join(failed)}." if failed else ""
