@@ -26,7 +26,7 @@ from models.trainer import console, train
 
 OUT = Path("out/demo")
 EPSILON = 2.0**-23  # the spacing of float32 numbers, relative to their size
-POD, POD_MESH = "h100-sxm:8x8", {"data": 8, "model": 8}
+POD, POD_MESH = "h100-sxm:8x8", {"data": 16, "model": 4}
 STEPS = 40
 
 Rows = list[dict[str, float]]

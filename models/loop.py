@@ -89,13 +89,21 @@ class Trainer:
             with Report(self.recipe, config, self.mesh, begin) as report:
                 indices = range(begin, config.steps, span)
                 for index, batch in zip(indices, batches, strict=False):
+                    before = trial_steps(self.step)
                     with profiled(index - begin, config):
                         state, metrics = self.take(state, batch)
-                    report.add(index + span - 1, metrics)  # fetches those of the batch before
+                    trial = trial_steps(self.step) > before
+                    # Fetches the metrics of the batch before.
+                    report.add(index + span - 1, metrics, trial=trial)
                     checkpoints.save(index + span, state, span)
                 self.check(state)
             state = self.finished(state)
         return Trained(report.rows, self.step, state)
+
+
+def trial_steps(step: Any) -> int:
+    """Return how many steps were trials so far, of a step that `overlap` starts at once."""
+    return sum(record.trial_steps for record in getattr(step, "trials", ()))
 
 
 class WorkersTrainer(Trainer):

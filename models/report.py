@@ -23,7 +23,8 @@ class Report:
 
     A row has the step, its metrics, the seconds since the step before was done, the tokens a
     second, and, where the chip is known, the share of its peak in bfloat16 that the model's own
-    operations are (MFU).
+    operations are (MFU). A step that ran a candidate for the clock has "trial": a mean over a run
+    leaves its seconds out.
     """
 
     def __init__(self, recipe: Recipe, config: Run, mesh: Mesh, begin: int):
@@ -37,12 +38,12 @@ class Report:
         peak = mesh.size * chip.bf16_flops_per_s if chip else math.nan
         self._peak_s = recipe.model_flops(config, mesh) / peak  # that a step takes at the peak
         self._steps = config.every if config.local_updates else 1  # of a row
-        self._waiting: tuple[int, Any] | None = None
+        self._waiting: tuple[int, Any, bool] | None = None
         self._file, self._bar, self._since = None, None, time.perf_counter()
 
-    def add(self, index: int, metrics: Any) -> None:
+    def add(self, index: int, metrics: Any, *, trial: bool = False) -> None:
         """Add the metrics of a step that has started, and report the step before."""
-        waiting, self._waiting = self._waiting, (index, metrics)
+        waiting, self._waiting = self._waiting, (index, metrics, trial)
         if waiting:
             self._tell(*waiting)
 
@@ -67,12 +68,14 @@ class Report:
             if self._file:
                 self._file.close()
 
-    def _tell(self, index: int, metrics: Any) -> None:
+    def _tell(self, index: int, metrics: Any, trial: bool) -> None:
         numbers = {name: float(value) for name, value in metrics.items()}  # waits for that step
         now = time.perf_counter()
         seconds, self._since = (now - self._since) / self._steps, now
         row = {"step": index, **numbers, "seconds": seconds}
         row["tokens_per_s"] = self._config.tokens / seconds
+        if trial:
+            row["trial"] = 1.0
         if not math.isnan(self._peak_s):
             row["share_of_peak"] = self._peak_s / seconds
         self.rows.append(row)
@@ -98,14 +101,15 @@ def opened(path: Path | None, begin: int) -> Any:
 
 def speed(row: Row) -> list[str]:
     """Return a step's speed as text."""
-    share = row.get("share_of_peak")
-    return [f"{row['tokens_per_s']:,.0f} tokens/s", *([f"{share:.1%} of peak"] if share else [])]
+    share, trial = row.get("share_of_peak"), row.get("trial")
+    more = [*([f"{share:.1%} of peak"] if share else []), *(["trial step"] if trial else [])]
+    return [f"{row['tokens_per_s']:,.0f} tokens/s", *more]
 
 
 def print_row(row: Row, label: str, config: Run, steps: int) -> None:
     taken = int(row["step"]) + 1
     if taken % config.log_every < steps or taken >= config.steps:
-        known = {"step", "loss", "seconds", "tokens_per_s", "share_of_peak"}
+        known = {"step", "loss", "seconds", "tokens_per_s", "share_of_peak", "trial"}
         others = [f"{k.replace('_', ' ')} {v:.3f}" for k, v in row.items() if k not in known]
         numbers = (f"loss {row['loss']:.4f}", *others, f"{row['seconds']:.3f} s", *speed(row))
         print(f"{label}  step {taken}/{config.steps}", *numbers, sep="  ", flush=True)
