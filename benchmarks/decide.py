@@ -1,7 +1,7 @@
 """Measure how long overlap() takes to decide and compile a step, next to a plain compile.
 
 python -m benchmarks.decide                     # five minutes on two idle cores
-python -m benchmarks.decide --only "MLP, data 8 x model 8"
+python -m benchmarks.decide --only "MLP, data 16 x model 4"
 
 Wall clock, each step in a process of its own: tracing, lowering and compiling the plain step; and
 the same of the overlapped one, which is searched for, compared with the plain one and compiled.
@@ -46,7 +46,7 @@ app = frame.app()
 
 
 def _mlp() -> Built:
-    fn, args = build_mlp(jaxoverlap.pod_mesh("h100-sxm:8x8", {"data": 8, "model": 8}))
+    fn, args = build_mlp(jaxoverlap.pod_mesh("h100-sxm:8x8", {"data": 16, "model": 4}))
     return Built(fn, args)
 
 
@@ -66,7 +66,7 @@ def _unrolled() -> Built:
 
 
 CASES: dict[str, Callable[[], Built]] = {
-    "MLP, data 8 x model 8": _mlp,
+    "MLP, data 16 x model 4": _mlp,
     "7B, 32 scanned layers, 64 H100s": _of_suite("7b-h100-64"),
     "8 unrolled layers, FSDP 64": _unrolled,
     "mixture of experts, 64 H100s": _of_suite("moe-h100-64"),

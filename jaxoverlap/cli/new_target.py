@@ -40,7 +40,7 @@ def new_target(
         raise ValueError(f"{file}: there is no folder {file.parent}; make it first")
     template = resources.files("jaxoverlap.cli") / "targets" / f"{style}.py"
     write_atomically(file, template.read_text().replace("FILE", str(file), 1))
-    line = f"jaxoverlap explain {file} --pod h100-sxm:8x8 --mesh data=8,model=8"
+    line = f"jaxoverlap explain {file} --pod h100-sxm:8x8 --mesh data=16,model=4"
     if json:
         show_json({"file": str(file), "next": line})
     else:

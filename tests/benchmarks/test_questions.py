@@ -136,7 +136,7 @@ def test_stages_go_on_with_the_fastest():
         ("fsdp 32 x tp 2", "dots + attention", DEFAULTS),
         ("fsdp 32 x tp 2", "full", DEFAULTS),
     ]
-    rows += [row("fsdp 32 x tp 2", "full", "O1", 0.4)]
+    rows += [row("fsdp 32 x tp 2", "full", "O1", 0.49)]
     assert list(stages.overlapped(QUESTION, rows)) == [
         ("fsdp 32 x tp 2", "full", OVERLAPPED),
         ("fsdp 32 x tp 2", FREE_POLICY, WITH_MEMORY),

@@ -348,8 +348,8 @@ def test_plugins_that_clash_are_named():
 def test_a_new_target_is_explained_as_it_stands(style: str, tmp_path: Path):
     file = str(tmp_path / f"{style}_target.py")
     shown = run("new-target", file, "--style", style)
-    assert f"jaxoverlap explain {file} --pod h100-sxm:8x8 --mesh data=8,model=8" in shown
-    plan = run_json("explain", file, "--pod", "h100-sxm:8x8", "--mesh", "data=8,model=8")
+    assert f"jaxoverlap explain {file} --pod h100-sxm:8x8 --mesh data=16,model=4" in shown
+    plan = run_json("explain", file, "--pod", "h100-sxm:8x8", "--mesh", "data=16,model=4")
     assert len(plan["entries"]) >= 16
     assert "exists already" in run("new-target", file, code=2)
 

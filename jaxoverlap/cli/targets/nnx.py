@@ -1,6 +1,6 @@
 """A flax nnx train step for jaxoverlap, to be replaced by yours.
 
-jaxoverlap simulate FILE --pod h100-sxm:8x8 --mesh data=8,model=8 --plain --html step.html
+jaxoverlap simulate FILE --pod h100-sxm:8x8 --mesh data=16,model=4 --plain --html step.html
 """
 
 import jax

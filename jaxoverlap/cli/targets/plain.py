@@ -1,6 +1,6 @@
 """A train step for jaxoverlap, to be replaced by yours.
 
-jaxoverlap simulate FILE --pod h100-sxm:8x8 --mesh data=8,model=8 --plain --html step.html
+jaxoverlap simulate FILE --pod h100-sxm:8x8 --mesh data=16,model=4 --plain --html step.html
 """
 
 import jax
@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-LAYERS, BATCH, LENGTH, WIDTH, HIDDEN = 4, 64, 4096, 4096, 16384
+LAYERS, BATCH, LENGTH, WIDTH, HIDDEN = 4, 32, 4096, 8192, 28672  # of Llama-3-70B
 
 
 def build(mesh):
