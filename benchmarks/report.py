@@ -122,6 +122,11 @@ def _question_parts() -> str:
     return markdown(answers.PART_COLUMNS, answers.parts(rows), answers.PART_COLUMNS[2:])
 
 
+def _question_measured() -> str:
+    rows = read_rows(RESULTS / "questions.jsonl")
+    return markdown(answers.MEASURED_COLUMNS, answers.measured(rows), answers.MEASURED_COLUMNS[1:4])
+
+
 def _meshes() -> str:
     rows = read_rows(RESULTS / "questions.jsonl")
     table = markdown(answers.MESH_COLUMNS, answers.by_mesh(rows), answers.MESH_NUMBERS)
@@ -214,6 +219,7 @@ TABLES: Mapping[str, Callable[[], str]] = {
     "suite": _suite,
     "questions": _questions,
     "question parts": _question_parts,
+    "question measured": _question_measured,
     "meshes": _meshes,
     "ragged": _ragged,
     "explicit": _explicit,

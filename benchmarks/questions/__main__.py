@@ -131,7 +131,7 @@ def every_option(question: str, rows: Sequence[Row]) -> Iterator[Labels]:
 
 
 def overlapped(question: str, rows: Sequence[Row]) -> Iterator[Labels]:
-    """Yield the fastest mesh by its policy and the library's, and meshes that are nearly as fast."""
+    """Yield the fastest mesh by its policy and by the library's, and a mesh that is near it."""
     without = fastest([row for row in rows if row["options"] in PLAIN_OPTIONS])
     for best in without[:1]:
         yield best["mesh"], best["policy"], OVERLAPPED

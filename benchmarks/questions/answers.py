@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from benchmarks.frame import Row
-from benchmarks.questions.asked import QUESTIONS
+from benchmarks.questions.asked import MEASURED, QUESTIONS
 from benchmarks.questions.measure import (
     DEFAULTS,
     EVERYTHING,
@@ -23,6 +23,9 @@ COLUMNS = ("question", "best without", "ms", "MFU", "best with", "ms", "MFU", "t
 NUMBERS = ("ms", "MFU", "times")
 PART_COLUMNS = (
     "question", "", "ms", "matmuls at peak", "compute", "slowed", "exposed", "GB", "of",
+)  # fmt: skip
+MEASURED_COLUMNS = (
+    "question", "simulated, without", "measured by others", "ratio", "what", "source",
 )  # fmt: skip
 MESH_COLUMNS = ("question", "mesh", "recomputed", "without", "options", "with", "memory=")
 MESH_NUMBERS = ("without", "with", "memory=")
@@ -92,6 +95,18 @@ def parts(rows: Sequence[Row]) -> Iterator[tuple[str, ...]]:
             memory = (f"{row[n] / 1e9:.0f}" for n in ("peak_bytes", "chip_bytes"))
             side = "without" if name else "with"
             yield name, side, *(f"{s * 1e3:.0f}" for s in times), *memory
+
+
+def measured(rows: Sequence[Row]) -> Iterator[tuple[str, ...]]:
+    """Yield published tokens a second and GPU next to the best without, under MEASURED_COLUMNS."""
+    for question, (without, _) in answers(rows).items():
+        if (theirs := MEASURED.get(question)) is None:
+            continue
+        asked = QUESTIONS[question]
+        tokens = asked.model.batch * asked.model.sequence / asked.cluster.num_devices
+        own = tokens / without["step_s"]
+        figures = (f"{own:.0f}", f"{theirs.tokens:.0f}", f"{own / theirs.tokens:.2f}")
+        yield question, *figures, theirs.what, theirs.source
 
 
 def by_mesh(rows: Sequence[Row]) -> Iterator[tuple[str, ...]]:

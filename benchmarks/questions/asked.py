@@ -5,11 +5,26 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from math import prod
+from typing import NamedTuple
 
 from benchmarks.questions.model import Model
 from jaxoverlap.hardware.cluster import Cluster, parse_cluster
 
 STATE_BYTES = 12  # of a weight: a float32 master and Adam's two moments
+
+
+class Measured(NamedTuple):
+    """What others measured of nearly the same question, without the library.
+
+    Attributes:
+        tokens: a second and GPU.
+        what: where it differs from the question.
+        source: where it is published.
+    """
+
+    tokens: float
+    what: str
+    source: str
 
 
 @dataclass(frozen=True)
@@ -120,3 +135,17 @@ QUESTIONS: Mapping[str, Question] = {
 
 # Each question's meshes, as in "8B, 64 H100, 64 texts | fsdp 64".
 STEPS = {f"{name} | {mesh}": (name, mesh) for name, one in QUESTIONS.items() for mesh in one.meshes}
+
+_NEMO = "NVIDIA/dgxc-benchmarking v25.02, llama3.1/README_8b.md"
+_MAXTEXT = "NVIDIA/dgxc-benchmarking v24.11.1, maxtext/README_70b.md"
+_LLAMA2 = "MaxText, Llama 2 70B, texts of 4096"
+MEASURED: Mapping[str, Measured] = {
+    "8B, 64 H100, 64 texts": Measured(10082.5, "NeMo, 16 times the batch", _NEMO),
+    "70B, 64 H100, 64 texts": Measured(1170.5, _LLAMA2, _MAXTEXT),
+    "70B, 512 H100, 4M tokens": Measured(1155.3, _LLAMA2, _MAXTEXT),
+    "70B, 1024 H100, 4M tokens, a process a GPU": Measured(
+        1156.4, f"{_LLAMA2}, twice the tokens", _MAXTEXT
+    ),
+    "70B in fp8, 64 H100, 64 texts": Measured(1894.5, _LLAMA2, _MAXTEXT),
+    "70B in fp8, 256 H100, 256 texts": Measured(1651.9, _LLAMA2, _MAXTEXT),
+}
