@@ -17,6 +17,7 @@ from jaxoverlap._util.expect import (
     expect_seconds,
     is_integer,
 )
+from jaxoverlap._util.files import check_writable
 from jaxoverlap.api.overlapped import Overlapped
 from jaxoverlap.cost.find import cost_model
 from jaxoverlap.hardware.cluster import Cluster, cluster_from
@@ -29,6 +30,7 @@ from jaxoverlap.tuning.tune import Tuning
 
 Granularity = str | Variant | Mapping[str, str | Variant] | None
 _SCHEDULER = Scheduler()
+_DECORATES: Any = object()  # no function was given: overlap(...) is a decorator
 
 
 @overload
@@ -60,7 +62,6 @@ def overlap(
 ) -> Overlapped: ...
 @overload
 def overlap(
-    fn: None = ...,
     *,
     cluster: str | Cluster | None = ...,
     skip: Collection[str] = ...,
@@ -86,7 +87,7 @@ def overlap(
     on_trials: Callable[[Trials], object] | None = ...,
 ) -> Callable[[Callable[..., Any]], Overlapped]: ...
 def overlap(
-    fn: Callable[..., Any] | None = None,
+    fn: Callable[..., Any] = _DECORATES,
     *,
     cluster: str | Cluster | None = None,
     skip: Collection[str] = (),
@@ -279,7 +280,7 @@ def overlap(
             keep=always,
             recompute=never,
         )
-    if fn is None:
+    if fn is _DECORATES:
         return lambda fn: Overlapped(fn, options, tuning, starts)
     return Overlapped(fn, options, tuning, starts)
 
@@ -294,6 +295,7 @@ def tune(
     measure: bool = False,
     cache: str | os.PathLike[str] | None = None,
     show: bool = True,
+    out: str | os.PathLike[str] | None = None,
 ) -> Plan:
     """Find the plan under which a train step is fastest, for `overlap(fn, plan=...)`.
 
@@ -306,6 +308,7 @@ def tune(
         args, kwargs: what it is called with: arrays or ShapeDtypeStructs, as for `lower`.
         cluster: as in `overlap`.
         budget_s, measure, cache, show: as in `Tuning`.
+        out: a file that has the best plan so far, and in the end the one that is returned.
 
     Raises:
         ValueError: if an argument is wrong, the step has no mesh, there is no cost model of the
@@ -318,12 +321,16 @@ def tune(
     )
     named = isinstance(kwargs, Mapping | None)
     expect(named, "kwargs", kwargs, "the step's keyword arguments, as in {'train': True}")
+    check_writable(out)
     folder = os.fspath(cache) if isinstance(cache, os.PathLike) else cache
     tuning = Tuning(budget_s=budget_s, measure=measure, cache=folder, show=show)
     step = overlap(fn, cluster=cluster)
-    return arguments_reach(
-        step._wrapped_jit, functools.partial(step._tune, tuning), tuple(args), dict(kwargs or {})
-    )
+    file = None if out is None else Path(out)
+    search = functools.partial(step._tune, tuning, file)
+    plan = arguments_reach(step._wrapped_jit, search, tuple(args), dict(kwargs or {}))
+    if file is not None:
+        plan.write(file)
+    return plan
 
 
 def _names(option: str, given: Any, what: str = "checkpoint names or lines") -> tuple[str, ...]:

@@ -10,10 +10,10 @@ from typing import Any
 import jax
 
 from jaxoverlap._jax.jit_wrappers import arguments_reach, find_jit, jitted_alone
+from jaxoverlap._util.progress import working
 from jaxoverlap._util.text import first_line, table
 from jaxoverlap.api import Overlapped
 from jaxoverlap.cli.configure_model import shown_if, simulated_costs
-from jaxoverlap.cli.shell.output import working
 from jaxoverlap.cli.shell.target import Target, target
 from jaxoverlap.cost.find import cost_model
 from jaxoverlap.hardware.cluster import parse_cluster

@@ -8,9 +8,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from importlib import metadata
 
+from jaxoverlap._util.progress import working
 from jaxoverlap.cli.shell.errors import NO, OK
 from jaxoverlap.cli.shell.options import Json
-from jaxoverlap.cli.shell.output import command, say, show_json, show_table, working
+from jaxoverlap.cli.shell.output import command, say, show_json, show_table
 
 _PACKAGES = ("jaxoverlap", "jax", "jaxlib", "numpy", "flax", "optax")
 _SCHEDULERS = ("SLURM_JOB_NUM_NODES", "JOB_COMPLETION_INDEX", "OMPI_COMM_WORLD_SIZE")

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import msgspec
 import typer
 
 from jaxoverlap._util.files import check_writable
+from jaxoverlap._util.progress import working
 from jaxoverlap.cli.shell.errors import NO, OK
 from jaxoverlap.cli.shell.options import (
     Axes,
@@ -20,7 +22,7 @@ from jaxoverlap.cli.shell.options import (
     Svg,
     checked,
 )
-from jaxoverlap.cli.shell.output import command, say, show_json, working, write_pictures
+from jaxoverlap.cli.shell.output import command, say, show_json, write_pictures
 
 if TYPE_CHECKING:
     from jaxoverlap.cli.shell.target import Target
@@ -53,12 +55,16 @@ def explain(
     verbose: Annotated[
         bool, typer.Option("--verbose", help="Give each matmul and collective a row of its own.")
     ] = False,
+    out: Annotated[
+        Path | None, typer.Option("--plan", help="Write the plan, for overlap(step, plan=FILE).")
+    ] = None,
     json: Json = False,
 ) -> int:
     """Show what overlap() does with each matmul of a step, and why; compiles nothing.
 
     Exit code 1 if nothing changes: no ring, no batch split, no pinned layout.
     """
+    check_writable(out)
     built = _built(step, checked(step, pod, axes, processes), axes)
     with working(f"tracing and partitioning {step}"):
         plan = built.overlapped.explain(*built.args)
@@ -68,6 +74,10 @@ def explain(
             "Times are estimated from XLA's partitioned program; `jaxoverlap simulate` compiles "
             "the step and simulates XLA's schedule."
         )
+    if out is not None:
+        plan.write(out)
+        if not json:
+            say(f"written to {out}: jaxoverlap.overlap(step, plan={str(out)!r})")
     return OK if plan.edits else NO
 
 
@@ -166,7 +176,6 @@ def simulate(
         with working(f"compiling {step} for {pod} as it is"):
             steps["plain"] = simulated(built.compile_plain(), pod)
     overlapped, other = steps["overlapped"], steps.get("plain")
-    write_pictures(overlapped, html, svg, perfetto, plain=other)
     if json:
         show_json({name: _seconds(s) for name, s in steps.items()})
     else:
@@ -174,6 +183,7 @@ def simulate(
         if other is not None:
             say(f"\nplain: {str(other).splitlines()[0]}")
         say(_hidden_line(overlapped))
+    write_pictures(overlapped, html, svg, perfetto, plain=other)
     return OK if _hidden(overlapped) >= at_least else NO
 
 
