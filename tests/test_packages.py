@@ -155,7 +155,7 @@ COMMANDS = """
     configure: --axes --compile --debug --dtype --global-batch --json --keep --memory-fraction \\
         --over --picture --plain --pod --recompute --sequence --stack --trainer MODEL
     doctor: --debug --json
-    explain: --debug --json --mesh --pod --processes-per-host --verbose STEP
+    explain: --debug --json --mesh --plan --pod --processes-per-host --verbose STEP
     flags: --as --check --debug --json POD
     new-target: --debug --json --style FILE
     plan diff: --debug --json A B

@@ -276,6 +276,7 @@ def overlap(
             agree_within_s=agree_within_s,
             never_slower=never_slower,
             prices=None if prices is None else cost_model(table=prices),
+            by_rule=fsdp is not None,
             memory=most,
             keep=always,
             recompute=never,

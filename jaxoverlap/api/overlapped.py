@@ -387,7 +387,7 @@ class Overlapped:
     def _tuned(self, call: jits.Call, tuning: Tuning, out: Path | None = None) -> Plan:
         """The plan under which the step is fastest: process 0's, where there are many."""
         start = prepare(call, self._options)
-        target = TuningTarget(call, start, self._options)
+        target = TuningTarget(call, start, replace(self._options, by_rule=True))
         if not processes_of(start.mesh):
             return tuned(target, tuning, out)
         if tuning.measure:

@@ -61,6 +61,17 @@ def not_rewritten(name: str, plan: Plan) -> Notice:
     return Notice("no ring", f"{said}{mostly}")
 
 
+def unpriced(name: str, device: str) -> Notice:
+    """Word the notice for a step without rings, on devices whose costs are not known."""
+    return Notice(
+        "no prices",
+        f"overlap() makes no rings in {name}: there is no cost table of {device}, and rings by "
+        "rule may cost time. Measure one (`python -m jaxoverlap.calibrate --here FILE`, then "
+        "prices=FILE), name a known chip in cluster=, let trial steps choose (start='plain'), or "
+        "ask for rings: granularity='one_way'",
+    )
+
+
 def repaired(plan: Plan) -> Notice | None:
     """Word the notice that a step loses much time by how it is written; None if it does not."""
     repairs = any(isinstance(edit, REPAIRS) for edit in plan.edits)

@@ -116,7 +116,7 @@ def test_a_report_is_printed_even_where_its_files_cannot_be_written(tmp_path: Pa
 
     monkeypatch.setattr("jaxoverlap.simulation.report.svg.write_atomically", full)
     svg = ("--svg", str(tmp_path / "a.svg"))
-    shown = run("simulate", "tests.support.build_step:whole", *POD, *svg, code=2)
+    shown = run("simulate", "tests.support.build_step:whole", *POD, *svg, code=4)  # by `full`
     assert "on h100-sxm:1x4: step " in shown and "No space left" in shown
 
 
