@@ -163,7 +163,7 @@ COMMANDS = """
     pods: --debug --json CLUSTER
     profile: --at-least --debug --hlo --html --json --module --perfetto --pod --prices \
         --processes-per-host --svg --verbose PATH
-    simulate: --at-least --debug --html --json --keep-rings --mesh --perfetto --plain --pod \\
+    simulate: --at-least --debug --html --json --keep-rings --mesh --meshes --perfetto --plain --pod \\
         --processes-per-host --svg STEP
     tune: --budget --cache --debug --json --measure --mesh --out --pod --processes-per-host STEP
 """.replace("\\\n", "")

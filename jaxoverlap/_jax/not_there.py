@@ -41,4 +41,4 @@ def install() -> None:
         begin(self, executable, *args, **kwargs)
 
     pxla.batched_device_put = put_or_say
-    pxla.ExecuteReplicated.__init__ = begin_or_say
+    pxla.ExecuteReplicated.__init__ = begin_or_say  # type: ignore[method-assign]

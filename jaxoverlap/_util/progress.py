@@ -13,10 +13,12 @@ import os
 import sys
 from collections.abc import Callable, Iterator
 from contextvars import ContextVar
+from typing import Any
 
 from rich.console import Console
 from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
+_STDERR = 2
 _LOG = logging.getLogger("jaxoverlap")
 # Of this thread: what shows a text in its line, and the stage that it has reported last.
 _line: ContextVar[Callable[[str], None] | None] = ContextVar("progress line", default=None)
@@ -29,18 +31,18 @@ def working(what: str) -> Iterator[None]:
 
     Inside another task of the same thread it is a stage of that one.
     """
-    if _line.get() is not None or not sys.stderr.isatty():
+    if _line.get() is not None or not (_is_terminal(sys.stderr) and os.isatty(_STDERR)):
         stage(what)
         yield
         return
     # A descriptor of its own: stderr itself is filtered while XLA tries candidates.
-    with os.fdopen(os.dup(2), "w") as terminal:
+    with os.fdopen(os.dup(_STDERR), "w") as terminal:
         columns = (SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
         with Progress(
             *columns,
             console=Console(file=terminal),
             transient=True,
-            redirect_stdout=sys.stdout.isatty(),  # or what is printed would not reach its file
+            redirect_stdout=_is_terminal(sys.stdout),  # or what is printed would not reach its file
         ) as shown:
             task = shown.add_task(what, total=None)
             token = _line.set(lambda text: shown.update(task, description=f"{what}: {text}"))
@@ -48,6 +50,11 @@ def working(what: str) -> Iterator[None]:
                 yield
             finally:
                 _line.reset(token)
+
+
+def _is_terminal(stream: Any) -> bool:
+    """Return whether a stream is a terminal; Python may have none, and notebooks have their own."""
+    return getattr(stream, "isatty", bool)()
 
 
 def stage(text: str) -> None:

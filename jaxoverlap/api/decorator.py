@@ -128,10 +128,11 @@ def overlap(
     device, or on no single mesh, runs unchanged, with one warning.
 
     Args:
-        fn: a function from `jax.jit` or flax's `nnx.jit`, a `functools.partial` of one, or a plain
-            function, which is then jitted by `jax.jit` without options: it may take no nnx objects
-            and change no argument in place (ValueError). The jit's static and donated arguments,
-            shardings and name stay; what nnx.jit changes in its arguments, it still changes.
+        fn: a function from `jax.jit`, flax's `nnx.jit` or equinox's `filter_jit`, a method or a
+            `functools.partial` of one, or a plain function, which is then jitted by `jax.jit`
+            without options: it may take no nnx objects and change no argument in place
+            (ValueError). The jit's static and donated arguments, shardings and name stay; what
+            nnx.jit changes in its arguments, it still changes.
         cluster: the GPUs that the step is for, as "chip:hosts x GPUs per host", and "/processes
             per host" if that is not one ("h100-sxm:8x8/8"). The mesh must have as many devices.
             Default: the devices of the mesh, on the hosts that their processes report.

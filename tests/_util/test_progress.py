@@ -9,8 +9,13 @@ import subprocess
 import sys
 from pathlib import Path
 
+import jax
+import numpy as np
 import pytest
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
 
+import jaxoverlap
 from jaxoverlap._util import progress
 
 ROOT = Path(__file__).parents[2]
@@ -41,6 +46,21 @@ def test_elsewhere_it_is_a_line_of_the_log_for_each_stage(caplog: pytest.LogCapt
         "compiling 3 candidates",
     ]
     assert {record.name for record in caplog.records} == {"jaxoverlap"}
+
+
+def test_a_step_says_what_it_decides_and_compiles(caplog: pytest.LogCaptureFixture):
+    mesh = jax.make_mesh((8,), ("x",), axis_types=(AxisType.Auto,))
+    x = jax.ShapeDtypeStruct((64, 64), np.float32, sharding=NamedSharding(mesh, P("x")))
+    with caplog.at_level(logging.INFO, "jaxoverlap"):
+        jaxoverlap.overlap(jax.jit(lambda x: x @ x)).lower(x).compile()
+    said = [record.getMessage() for record in caplog.records]
+    assert said == ["deciding <lambda>", "deciding: rings", "compiling <lambda>"]
+
+
+def test_a_process_without_a_stderr_is_no_error(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(sys, "stderr", None)
+    with progress.working("deciding step"):
+        progress.tried("layouts", None)
 
 
 def test_a_terminal_has_one_line_and_what_is_printed_goes_where_it_should():

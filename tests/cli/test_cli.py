@@ -186,6 +186,20 @@ def test_simulate_prints():
 
 @needs_plugin
 @pods
+def test_simulate_names_the_meshes_that_are_faster():
+    step = ("simulate", "tests.support.build_step:gathered_over_tp", "--pod", "h100-sxm:1x4")
+    shown = run(*step, "--mesh", "data=1,tp=4", "--meshes").splitlines()[-1]
+    named = re.findall(r"(data=\d tp=\d) [\d.]+ ms", shown)
+    assert named == ["data=4 tp=1", "data=2 tp=2", "data=1 tp=4"] and "(estimated)" in shown
+    shown = run(*step, "--mesh", "data=4,tp=1", "--meshes").splitlines()[-1]
+    assert shown.startswith(
+        "no other mesh is faster for the step as it is (estimated): data=4 tp=1"
+    )
+    assert len(run_json(*step, "--mesh", "data=4,tp=1", "--meshes")["meshes"]) == 3
+
+
+@needs_plugin
+@pods
 def test_processes_of_a_host_are_said_by_an_option_or_after_a_slash():
     shown = run("explain", "tests.support.build_step", *POD, "--processes-per-host", "4")
     assert "The cluster is taken to be h100-sxm:1x4/4 (hosts x GPUs / processes a host)" in shown

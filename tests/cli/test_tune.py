@@ -89,7 +89,7 @@ class TestPods:
         assert again.stderr.strip() == f"tuning for{table}"
         assert len(progress) == 1, "it says at once what it begins with"
         first, *tried = progress[0].splitlines()
-        assert first == " 0 s, after the original step and overlap()'s own choice are compiled"
+        assert first == " 0 s; the original step and overlap()'s own choice take what they need"
         assert [line.partition(": ")[2].partition(";")[0] for line in tried if line] == [
             "plain",
             "rules",
