@@ -37,7 +37,8 @@ def find_jit(fn: Any) -> WrappedJit | None:
         fn = functools.partial(fn.__func__, fn.__self__)
     if jits.is_jitted(fn):
         return WrappedJit(fn, lambda new: new)
-    if all(hasattr(fn, name) for name in ("func", "args", "keywords")):  # equinox has its own
+    equinox = type(fn).__module__.startswith("equinox.")
+    if isinstance(fn, functools.partial) or (equinox and type(fn).__name__ == "Partial"):
         wrapped_jit = find_jit(fn.func)
         if wrapped_jit is None:
             return None
@@ -47,8 +48,8 @@ def find_jit(fn: Any) -> WrappedJit | None:
     inside = getattr(fn, "jitted_fn", None)
     if jits.is_jitted(inside) and not isinstance(fn, types.FunctionType):
         return WrappedJit(inside, functools.partial(_twin, fn, _twin_class(fn)))
-    if jits.is_jitted(inside := getattr(fn, "_cached", None)):
-        return WrappedJit(inside, functools.partial(_filtering, fn))
+    if equinox and jits.is_jitted(getattr(fn, "_cached", None)):
+        return WrappedJit(fn._cached, functools.partial(_filtering, fn))
     return None
 
 
