@@ -325,7 +325,8 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
         if self.plain:
             return "the original step"
         rings = sum(d.num_chunks > 1 for d in self.decisions)
-        return f"{rings} of {len(self.entries)} matmuls become rings; the gain is not known"
+        become = f"{rings} of {len(self.entries)} matmuls become rings by rule"
+        return f"{become}; without prices the gain is not known, and may be a loss"
 
     def text(self, *, verbose: bool = False) -> str:
         """Write the plan as `print` shows it: the verdict, what was done, what was skipped.

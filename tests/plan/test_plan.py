@@ -92,7 +92,8 @@ def rows(plan: Plan, *, verbose: bool = False) -> dict[int, str]:
 def test_a_plan_opens_with_its_verdict():
     text = str(PLAN)
     assert text.startswith(
-        "train_step on data 2 x model 8: 2 of 6 matmuls become rings; the gain is not known\n"
+        "train_step on data 2 x model 8: 2 of 6 matmuls become rings by rule; "
+        "without prices the gain is not known, and may be a loss\n"
     )
     price = Price(
         plain_s=0.7407,
