@@ -48,8 +48,9 @@ def find_jit(fn: Any) -> WrappedJit | None:
     inside = getattr(fn, "jitted_fn", None)
     if jits.is_jitted(inside) and not isinstance(fn, types.FunctionType):
         return WrappedJit(inside, functools.partial(_twin, fn, _twin_class(fn)))
-    if equinox and jits.is_jitted(getattr(fn, "_cached", None)):
-        return WrappedJit(fn._cached, functools.partial(_filtering, fn))
+    inside = getattr(fn, "_cached", None)
+    if equinox and jits.is_jitted(inside):
+        return WrappedJit(inside, functools.partial(_filtering, fn))
     return None
 
 
