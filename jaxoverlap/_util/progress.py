@@ -78,6 +78,6 @@ def tried(name: str, left: int | None) -> None:
     _last.set((name, count))
     if (show := _line.get()) is not None:
         most = "" if left is None else f" of at most {count + max(left, 0)}"
-        show(f"deciding, {name} ({count}{most})")
+        show(f"{name} ({count}{most})")
     elif count == 1:
         _LOG.info("deciding: %s", name)

@@ -80,6 +80,6 @@ def test_a_terminal_has_one_line_and_what_is_printed_goes_where_it_should():
     os.close(main)
     assert printed == "printed\n" and child.returncode == 0
     text = shown.decode()
-    assert "deciding step: deciding, layouts (2 of at most 3)" in text
+    assert "deciding step: layouts (2 of at most 3)" in text
     assert "deciding step: compiling 3 candidates" in text
     assert "INFO" not in text
