@@ -108,7 +108,7 @@ def _devices() -> Iterator[Fact]:
     known = {chip.device_name for chip in chips()}
     for kind in kinds:
         if devices[0].platform != "cpu" and kind not in known:
-            what = "no cost table: overlap() decides by rules only (docs/add-a-chip.md)"
+            what = "no cost table: trial steps choose, or no rings are made (docs/add-a-chip.md)"
             yield Fact("chip", kind, what)
 
 
