@@ -21,7 +21,7 @@ export JAX_PLATFORMS
 QUICK := $(addprefix tests/,plan cost flags parallelism profiling passes/analysis passes/estimation passes/layouts \
 	passes/planning passes/scheduling docs/test_words.py test_packages.py)
 
-.PHONY: help install demo check quick test test-all docs lint format lines nightly lab lock clean FORCE
+.PHONY: help install demo check quick test test-all docs lint format wheel lines nightly lab lock clean FORCE
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-9s %s\n", $$1, $$2 }' Makefile
@@ -64,6 +64,10 @@ lint: install ## check style, types and who imports whom
 format: install ## fix style and layout
 	$(BIN)/ruff check --fix
 	$(BIN)/ruff format
+
+wheel: install ## build dist/*.whl, and try it without the checkout
+	$(BIN)/python -m build --wheel
+	$(BIN)/pytest -q -m nightly tests/test_wheel.py
 
 lines: install ## count the lines of code of the package
 	$(BIN)/python tools/count-lines

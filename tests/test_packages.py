@@ -155,7 +155,7 @@ COMMANDS = """
     configure: --axes --compile --debug --dtype --global-batch --json --keep --memory-fraction \\
         --over --picture --plain --pod --recompute --sequence --stack --trainer MODEL
     doctor: --debug --json
-    explain: --debug --json --mesh --pod --processes-per-host --verbose STEP
+    explain: --debug --json --mesh --plan --pod --processes-per-host --verbose STEP
     flags: --as --check --debug --json POD
     new-target: --debug --json --style FILE
     plan diff: --debug --json A B
@@ -163,7 +163,7 @@ COMMANDS = """
     pods: --debug --json CLUSTER
     profile: --at-least --debug --hlo --html --json --module --perfetto --pod --prices \
         --processes-per-host --svg --verbose PATH
-    simulate: --at-least --debug --html --json --keep-rings --mesh --perfetto --plain --pod \\
+    simulate: --at-least --debug --html --json --keep-rings --mesh --meshes --perfetto --plain --pod \\
         --processes-per-host --svg STEP
     tune: --budget --cache --debug --json --measure --mesh --out --pod --processes-per-host STEP
 """.replace("\\\n", "")

@@ -1,6 +1,6 @@
-"""Steps that hold their `jax.jit` inside: a partial or bound method of one, or an `nnx.jit` object.
+"""Steps that hold their `jax.jit` inside: a partial or method of one, nnx's and equinox's objects.
 
-They are recognised by their attributes, so that flax need not be installed.
+They are recognised by their attributes, so that neither library need be installed.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
+import numpy as np
 
 from jaxoverlap._jax import jits
 
@@ -36,7 +37,8 @@ def find_jit(fn: Any) -> WrappedJit | None:
         fn = functools.partial(fn.__func__, fn.__self__)
     if jits.is_jitted(fn):
         return WrappedJit(fn, lambda new: new)
-    if isinstance(fn, functools.partial):
+    equinox = type(fn).__module__.startswith("equinox.")
+    if isinstance(fn, functools.partial) or (equinox and type(fn).__name__ == "Partial"):
         wrapped_jit = find_jit(fn.func)
         if wrapped_jit is None:
             return None
@@ -46,6 +48,9 @@ def find_jit(fn: Any) -> WrappedJit | None:
     inside = getattr(fn, "jitted_fn", None)
     if jits.is_jitted(inside) and not isinstance(fn, types.FunctionType):
         return WrappedJit(inside, functools.partial(_twin, fn, _twin_class(fn)))
+    inside = getattr(fn, "_cached", None)
+    if equinox and jits.is_jitted(inside):
+        return WrappedJit(inside, functools.partial(_filtering, fn))
     return None
 
 
@@ -118,8 +123,13 @@ class _Reached(BaseException):  # not to be caught by what stands between
         self.result = result
 
 
-def _bound(around: Callable[..., Any], fn: functools.partial, new: Callable[..., Any]) -> Any:
-    return functools.partial(around(new), *fn.args, **fn.keywords)
+def _bound(around: Callable[..., Any], fn: Any, new: Callable[..., Any]) -> Any:
+    args, keywords = fn.args, fn.keywords
+    if isinstance(new, jax.stages.Compiled) and jits.is_jitted(fn.func):
+        numbers, names = jits.static_arguments(fn.func)  # which a compiled step does not take
+        args = [value for number, value in enumerate(args) if number not in numbers]
+        keywords = {name: value for name, value in keywords.items() if name not in names}
+    return functools.partial(around(new), *args, **keywords)
 
 
 def _twin_class(fn: Any) -> type:
@@ -142,3 +152,36 @@ def _twin(fn: Any, kind: type, new: Callable[..., Any]) -> Any:
     twin.__class__ = kind
     twin.jitted_fn = new
     return twin
+
+
+class _Shape(np.ndarray):
+    """Holds a ShapeDtypeStruct for equinox, to which only an array is not static."""
+
+    struct: jax.ShapeDtypeStruct
+
+
+def _filtering(fn: Any, new: Callable[..., Any]) -> Callable[..., Any]:
+    """Return what filters arguments as equinox's `filter_jit` does, and calls `new` with arrays."""
+
+    def held(value: Any) -> Any:
+        if not isinstance(value, jax.ShapeDtypeStruct):
+            return value
+        shape = np.empty(()).view(_Shape)
+        shape.struct = value
+        return shape
+
+    def given(value: Any) -> Any:
+        return value.struct if isinstance(value, _Shape) else value
+
+    def cached(donated: Any, others: Any, static: Any) -> Any:
+        rest = () if isinstance(new, jax.stages.Compiled) else (static,)  # it takes none of these
+        return new(*jax.tree.map(given, (donated, others)), *rest)
+
+    twin = copy.copy(fn)
+    object.__setattr__(twin, "_cached", cached)  # its class is a frozen dataclass
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        args, kwargs = jax.tree.map(held, (args, kwargs))
+        return twin(*args, **kwargs)
+
+    return call

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import functools
 import sys
-from collections.abc import Callable, Hashable, Mapping, Sequence
+import types
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from typing import Any
@@ -15,6 +16,7 @@ from typing import Any
 import jax
 import numpy as np
 from jax._src import (
+    api,
     api_util,
     checkify,
     core,
@@ -34,6 +36,11 @@ from jaxoverlap._jax import compat
 def is_jitted(fn: Any) -> bool:
     """Return whether `fn` came out of `jax.jit`."""
     return hasattr(fn, "trace") and hasattr(fn, "_jit_info") and hasattr(fn, "_fun")
+
+
+def static_arguments(jitted: Any) -> tuple[tuple[int, ...], tuple[str, ...]]:
+    """Return the positions and the names of a jit's static arguments."""
+    return tuple(jitted._jit_info.static_argnums), tuple(jitted._jit_info.static_argnames)
 
 
 def stated_shardings(jitted: Any) -> tuple[Any, ...]:
@@ -126,11 +133,21 @@ def in_checkify() -> bool:
 
     It calls the function with the caller's own arrays, so that only the stack shows it.
     """
-    frame = sys._getframe()
+    return any(code.co_filename == checkify.__file__ for code in _callers())
+
+
+def only_shapes() -> bool:
+    """Return whether what is called here is traced for its shapes or its jaxpr, and not to run."""
+    shapes = ("eval_shape", "make_jaxpr")
+    return any(
+        code.co_name.startswith(shapes) and code.co_filename == api.__file__ for code in _callers()
+    )
+
+
+def _callers() -> Iterator[types.CodeType]:
+    frame = sys._getframe(1)
     while (frame := frame.f_back) is not None:
-        if frame.f_code.co_filename == checkify.__file__:
-            return True
-    return False
+        yield frame.f_code
 
 
 def varying_axes(array: jax.Array) -> frozenset[str]:

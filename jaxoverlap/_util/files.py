@@ -36,6 +36,8 @@ def write_atomically(path: str | os.PathLike[str], text: str) -> None:
         OSError: if it cannot be written; the old file is then as it was.
     """
     path = Path(path)
+    if not path.parent.is_dir():
+        raise FileNotFoundError(f"{path}: {_no_folder(path)}")
     temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}.tmp")
     try:
         with open(temporary, "x", encoding="utf-8") as file:
@@ -58,7 +60,7 @@ def check_writable(*paths: str | os.PathLike[str] | None) -> None:
         if path.is_dir():
             raise ValueError(f"{path} is a folder: name a file to write")
         if not path.parent.is_dir():
-            raise ValueError(f"{path}: there is no folder {path.parent}; make it first")
+            raise ValueError(f"{path}: {_no_folder(path)}")
         try:
             with tempfile.TemporaryFile(dir=path.parent):
                 pass
@@ -66,6 +68,10 @@ def check_writable(*paths: str | os.PathLike[str] | None) -> None:
                 path.open("a").close()
         except OSError as error:
             raise ValueError(f"{path} cannot be written: {error}; name another file") from error
+
+
+def _no_folder(path: Path) -> str:
+    return f"there is no folder {path.parent}; make it first"
 
 
 def _sync_folder(folder: Path) -> None:

@@ -17,6 +17,7 @@ from jaxoverlap._util.expect import (
     expect_seconds,
     is_integer,
 )
+from jaxoverlap._util.files import check_writable
 from jaxoverlap.api.overlapped import Overlapped
 from jaxoverlap.cost.find import cost_model
 from jaxoverlap.hardware.cluster import Cluster, cluster_from
@@ -29,6 +30,7 @@ from jaxoverlap.tuning.tune import Tuning
 
 Granularity = str | Variant | Mapping[str, str | Variant] | None
 _SCHEDULER = Scheduler()
+_DECORATES: Any = object()  # no function was given: overlap(...) is a decorator
 
 
 @overload
@@ -60,7 +62,6 @@ def overlap(
 ) -> Overlapped: ...
 @overload
 def overlap(
-    fn: None = ...,
     *,
     cluster: str | Cluster | None = ...,
     skip: Collection[str] = ...,
@@ -86,7 +87,7 @@ def overlap(
     on_trials: Callable[[Trials], object] | None = ...,
 ) -> Callable[[Callable[..., Any]], Overlapped]: ...
 def overlap(
-    fn: Callable[..., Any] | None = None,
+    fn: Callable[..., Any] = _DECORATES,
     *,
     cluster: str | Cluster | None = None,
     skip: Collection[str] = (),
@@ -127,10 +128,11 @@ def overlap(
     device, or on no single mesh, runs unchanged, with one warning.
 
     Args:
-        fn: a function from `jax.jit` or flax's `nnx.jit`, a `functools.partial` of one, or a plain
-            function, which is then jitted by `jax.jit` without options: it may take no nnx objects
-            and change no argument in place (ValueError). The jit's static and donated arguments,
-            shardings and name stay; what nnx.jit changes in its arguments, it still changes.
+        fn: a function from `jax.jit`, flax's `nnx.jit` or equinox's `filter_jit`, a method or a
+            `functools.partial` of one, or a plain function, which is then jitted by `jax.jit`
+            without options: it may take no nnx objects and change no argument in place
+            (ValueError). The jit's static and donated arguments, shardings and name stay; what
+            nnx.jit changes in its arguments, it still changes.
         cluster: the GPUs that the step is for, as "chip:hosts x GPUs per host", and "/processes
             per host" if that is not one ("h100-sxm:8x8/8"). The mesh must have as many devices.
             Default: the devices of the mesh, on the hosts that their processes report.
@@ -275,11 +277,12 @@ def overlap(
             agree_within_s=agree_within_s,
             never_slower=never_slower,
             prices=None if prices is None else cost_model(table=prices),
+            by_rule=fsdp is not None,
             memory=most,
             keep=always,
             recompute=never,
         )
-    if fn is None:
+    if fn is _DECORATES:
         return lambda fn: Overlapped(fn, options, tuning, starts)
     return Overlapped(fn, options, tuning, starts)
 
@@ -294,6 +297,7 @@ def tune(
     measure: bool = False,
     cache: str | os.PathLike[str] | None = None,
     show: bool = True,
+    out: str | os.PathLike[str] | None = None,
 ) -> Plan:
     """Find the plan under which a train step is fastest, for `overlap(fn, plan=...)`.
 
@@ -306,6 +310,7 @@ def tune(
         args, kwargs: what it is called with: arrays or ShapeDtypeStructs, as for `lower`.
         cluster: as in `overlap`.
         budget_s, measure, cache, show: as in `Tuning`.
+        out: a file that has the best plan so far, and in the end the one that is returned.
 
     Raises:
         ValueError: if an argument is wrong, the step has no mesh, there is no cost model of the
@@ -318,12 +323,16 @@ def tune(
     )
     named = isinstance(kwargs, Mapping | None)
     expect(named, "kwargs", kwargs, "the step's keyword arguments, as in {'train': True}")
+    check_writable(out)
     folder = os.fspath(cache) if isinstance(cache, os.PathLike) else cache
     tuning = Tuning(budget_s=budget_s, measure=measure, cache=folder, show=show)
     step = overlap(fn, cluster=cluster)
-    return arguments_reach(
-        step._wrapped_jit, functools.partial(step._tune, tuning), tuple(args), dict(kwargs or {})
-    )
+    file = None if out is None else Path(out)
+    search = functools.partial(step._tune, tuning, file)
+    plan = arguments_reach(step._wrapped_jit, search, tuple(args), dict(kwargs or {}))
+    if file is not None:
+        plan.write(file)
+    return plan
 
 
 def _names(option: str, given: Any, what: str = "checkpoint names or lines") -> tuple[str, ...]:

@@ -6,7 +6,9 @@ import functools
 import threading
 import types
 from collections.abc import Callable, Hashable
+from contextlib import nullcontext
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -14,6 +16,7 @@ import msgspec
 
 from jaxoverlap._jax import fused_attention, jits
 from jaxoverlap._jax.jit_wrappers import arguments_reach, find_jit, jitted_alone
+from jaxoverlap._util.progress import working
 from jaxoverlap._util.text import warn
 from jaxoverlap.hardware import hosts
 from jaxoverlap.hardware.pods import capability_of, is_pod
@@ -31,6 +34,7 @@ from jaxoverlap.start.contender import fits_as_written
 from jaxoverlap.start.record import Trials
 from jaxoverlap.start.settings import Start
 from jaxoverlap.step.context import mesh_of, prepare
+from jaxoverlap.step.notices import inside
 from jaxoverlap.step.options import Options
 from jaxoverlap.step.processes import agreed, processes_of
 from jaxoverlap.step.program import (
@@ -80,8 +84,8 @@ class Overlapped:
         if wrapped_jit is None and any(hasattr(fn, name) for name in _NOT_PLAIN):
             raise ValueError(
                 f"overlap() was given {type(fn).__module__}.{type(fn).__qualname__}: expected a "
-                "function from jax.jit or nnx.jit, a functools.partial of one, or a plain "
-                "function. What wraps a jitted function goes around overlap(): "
+                "function from jax.jit, nnx.jit or equinox.filter_jit, a functools.partial of one, "
+                "or a plain function. What wraps a jitted function goes around overlap(): "
                 "nnx.cached_partial(overlap(step), model)"
             )
         hosts.announce()  # so that one process may explain a step before the others come to it
@@ -179,8 +183,8 @@ class Overlapped:
         self._started.cache_clear()
         self._jitted.clear_cache()
 
-    def _tune(self, tuning: Tuning, *args: Any, **kwargs: Any) -> Plan:
-        return self._tuned(self._inferred(args, kwargs), tuning)
+    def _tune(self, tuning: Tuning, out: Path | None, *args: Any, **kwargs: Any) -> Plan:
+        return self._tuned(self._inferred(args, kwargs), tuning, out)
 
     # The methods below get the arguments of the jit inside: nnx.jit has taken its models apart.
 
@@ -198,6 +202,8 @@ class Overlapped:
         if program.params is program.source:  # the step as it is: jit's own errors are its best
             return self._jitted(*args, **kwargs)
         if not outermost:
+            if not jits.only_shapes():
+                self._tell("inside", inside(call.name))
             flat = jits.bind_jit(call.flat, program.inner)
         elif program.compiled or not self._options.falls_back:
             flat = _bound(call, program)
@@ -325,7 +331,9 @@ class Overlapped:
             if self._tuning is not None:
                 find_plan = functools.partial(self._tuned, call, self._tuning)
             search = found_to_compile if compiles else found
-            program = step_program(call, self._options, search, find_plan)
+            shows = self._tuning is None  # a tuning has a line of its own
+            with working(f"deciding {call.name}") if shows else nullcontext():
+                program = step_program(call, self._options, search, find_plan)
             self._seen.put(key, program, at_most=_MAX_SEEN)
             if program.notice:
                 self._tell(*program.notice)
@@ -371,23 +379,24 @@ class Overlapped:
         with self._lock:
             program = self._agreed(call)
             if program.undecided:
-                program = decided(CompiledChoice(call, program, self._options))
+                with working(f"choosing a program of {call.name}"):
+                    program = decided(CompiledChoice(call, program, self._options))
                 self._seen.put(_key(call), program, at_most=_MAX_SEEN)
             return program
 
-    def _tuned(self, call: jits.Call, tuning: Tuning) -> Plan:
+    def _tuned(self, call: jits.Call, tuning: Tuning, out: Path | None = None) -> Plan:
         """The plan under which the step is fastest: process 0's, where there are many."""
         start = prepare(call, self._options)
-        target = TuningTarget(call, start, self._options)
+        target = TuningTarget(call, start, replace(self._options, by_rule=True))
         if not processes_of(start.mesh):
-            return tuned(target, tuning)
+            return tuned(target, tuning, out)
         if tuning.measure:
             raise ValueError(
                 "measure=True in several processes: each would go by a clock of its own. Tune "
                 "without it, or the same step in one process, and give its plan to all"
             )
         wait_s = tuning.budget_s + _BESIDE_BUDGET_S
-        return agreed(lambda: tuned(target, tuning), within_s=wait_s)
+        return agreed(lambda: tuned(target, tuning, out), within_s=wait_s)
 
 
 def _bound(call: jits.Call, program: StepProgram) -> list[Any]:

@@ -6,9 +6,10 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
+from jaxoverlap._util.progress import working
 from jaxoverlap.cli.shell.errors import NO, OK
 from jaxoverlap.cli.shell.options import Axes, Json, Pod, Processes, Step, checked
-from jaxoverlap.cli.shell.output import command, say, show_json, working
+from jaxoverlap.cli.shell.output import command, say, show_json
 from jaxoverlap.hardware.cluster import parse_cluster
 
 if TYPE_CHECKING:

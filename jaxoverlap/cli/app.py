@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import sys
 from collections.abc import Sequence
@@ -9,7 +10,7 @@ from importlib import metadata
 from typing import Annotated, Any
 
 import typer
-from typer.core import TyperGroup
+from typer.core import TyperCommand, TyperGroup
 
 import jaxoverlap
 from jaxoverlap.cli.advise import advise
@@ -58,6 +59,23 @@ class _Commands(TyperGroup):
         sys.exit(code or OK)
 
 
+class _Command(TyperCommand):
+    """A command that names all that is missing in its line, and not the first alone."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        given = [*args]  # the parser takes words off the list
+        try:
+            return super().parse_args(ctx, args)
+        except typer.BadParameter as error:
+            values, *_ = self.make_parser(ctx).parse_args(given)
+            required = [p for p in self.params if p.required]
+            missing = [p for p in required if not isinstance(values.get(p.name), str)]
+            if len(missing) < 2:
+                raise
+            named = "".join(f"\n  {p.opts[0]}: {getattr(p, 'help', '')}" for p in missing)
+            raise UsageError(f"Missing:{named}", ctx) from error
+
+
 def _message(error: Exception) -> str:
     return error.format_message()  # type: ignore[attr-defined]
 
@@ -89,7 +107,7 @@ def _root(
 
 
 for command, short in _SHORT.items():
-    app.command(_NAMES.get(command), short_help=short)(command)
+    app.command(_NAMES.get(command), cls=_Command, short_help=short)(command)
 app.add_typer(plan, name="plan", short_help="Print a plan's file, or compare two.")
 app.add_typer(cache, name="cache", short_help="List, show or clear what earlier runs decided.")
 
@@ -101,5 +119,9 @@ def main() -> None:
     shardings conflict has dozens, and `simulate` lists what these reshards cost.
     """
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")  # read when jaxlib is imported
+    if not sys.stderr.isatty():  # a terminal has a line that says what is being done
+        log = logging.getLogger("jaxoverlap")
+        log.addHandler(logging.StreamHandler())
+        log.setLevel(logging.INFO)
     with ends_on_interrupt("interrupted; results that were complete are cached"):
         app(prog_name="jaxoverlap")

@@ -11,9 +11,11 @@ from typing import TYPE_CHECKING, Annotated, Any
 import msgspec
 import typer
 
+from jaxoverlap._util.files import check_writable
+from jaxoverlap._util.progress import working
 from jaxoverlap.cli.shell.errors import OK
-from jaxoverlap.cli.shell.options import Json, Pod, parse_axes
-from jaxoverlap.cli.shell.output import command, say, show_json, working
+from jaxoverlap.cli.shell.options import Json, Pod, parse_axes, refuse_preset
+from jaxoverlap.cli.shell.output import command, say, show_json
 from jaxoverlap.hardware.cluster import parse_cluster
 
 if TYPE_CHECKING:
@@ -112,7 +114,9 @@ def configure(
 
     `--json` writes what the trainers take: python -m models.train_gpt --configuration FILE.
     """
+    refuse_preset(pod)
     parse_cluster(pod)
+    check_writable(picture)
     if over is not None:
         options = {"--global-batch": global_batch, "--sequence": sequence, "--axes": fix}
         options |= {"--plain": plain, "--keep": keep, "--picture": picture}
@@ -160,10 +164,6 @@ def configure(
             recompute=recompute,
             memory_fraction=memory_fraction,
         )
-    if picture:
-        from jaxoverlap.parallelism.picture import draw
-
-        draw(found, picture)
     simulated: list[Simulated] = []
     if compiled:
         from jaxoverlap.cli.configure_model import simulate_best
@@ -172,12 +172,16 @@ def configure(
         simulated = simulate_best(found, compiled, trainer, progress)
     if json:
         show_json(_builtins(found, simulated))
-        return OK
-    say(str(found))
-    if simulated:
-        from jaxoverlap.cli.configure_model import shown as simulated_table
+    else:
+        say(str(found))
+        if simulated:
+            from jaxoverlap.cli.configure_model import shown as simulated_table
 
-        say("\n" + simulated_table(simulated))
+            say("\n" + simulated_table(simulated))
+    if picture:
+        from jaxoverlap.parallelism.picture import draw
+
+        draw(found, picture)
     return OK
 
 

@@ -10,10 +10,10 @@ from typing import Any
 import jax
 
 from jaxoverlap._jax.jit_wrappers import arguments_reach, find_jit, jitted_alone
+from jaxoverlap._util.progress import working
 from jaxoverlap._util.text import first_line, table
 from jaxoverlap.api import Overlapped
 from jaxoverlap.cli.configure_model import shown_if, simulated_costs
-from jaxoverlap.cli.shell.output import working
 from jaxoverlap.cli.shell.target import Target, target
 from jaxoverlap.cost.find import cost_model
 from jaxoverlap.hardware.cluster import parse_cluster
@@ -45,6 +45,11 @@ class Ranked:
     simulated_bytes: float | None = None
     refused: str = ""
     failed: str = ""
+
+    @property
+    def named(self) -> str:
+        """The mesh as text."""
+        return " ".join(f"{name}={size}" for name, size in self.axes.items())
 
 
 def rank(step: str, pod: str, names: list[str], *, compiled: int) -> list[Ranked]:
@@ -84,17 +89,13 @@ def _evaluated(
 ) -> Iterator[Ranked]:
     """Evaluate meshes one after the other, each with a line of progress."""
     for number, mesh in enumerate(meshes, 1):
-        with working(f"{verb} mesh {number} of {len(meshes)}: {_axes_text(mesh)}"):
+        with working(f"{verb} mesh {number} of {len(meshes)}: {mesh.named}"):
             done = _recorded(mesh, evaluate, step, pod, mesh)
         yield done
 
 
 def _built(step: str, pod: str, axes: dict[str, int]) -> Target:
     return target(step, pod, ",".join(f"{name}={size}" for name, size in axes.items()))
-
-
-def _axes_text(one: Ranked) -> str:
-    return " ".join(f"{name}={size}" for name, size in one.axes.items())
 
 
 def _recorded(one: Ranked, evaluate: Callable[..., Ranked], *arguments: Any) -> Ranked:
@@ -144,7 +145,7 @@ def shown(ranked: list[Ranked], pod: str) -> str:
     rows = [
         (
             str(number),
-            _axes_text(one),
+            one.named,
             f"{one.estimated_s * 1e3:.1f}",
             f"{one.estimated_bytes / 1e9:.1f}",
             shown_if(one.simulated_s, ".1f", 1e3),
@@ -156,8 +157,8 @@ def shown(ranked: list[Ranked], pod: str) -> str:
     columns = ("", "mesh", "estimated ms", "GB", "overlapped, simulated ms", "GB, compiled")
     text = table(f"Meshes on {pod}, fastest first by estimate", columns, rows, right=columns[2:])
     refused = [one for one in ranked if one.refused]
-    lines = [text.rstrip(), *(f"refused: {_axes_text(one)}: {one.refused}" for one in refused)]
-    lines += [f"not compiled: {_axes_text(one)}: {one.failed}" for one in ranked if one.failed]
+    lines = [text.rstrip(), *(f"refused: {one.named}: {one.refused}" for one in refused)]
+    lines += [f"not compiled: {one.named}: {one.failed}" for one in ranked if one.failed]
     done = [one for one in ranked if one.simulated_s is not None]
     by_simulation = sorted(done, key=lambda one: one.simulated_s or 0.0)
     if by_simulation != done:

@@ -10,6 +10,7 @@ import msgspec
 
 from jaxoverlap.plan.edits import Edit, MakeRing, ReadGathered
 from jaxoverlap.plan.plan import Decision, Plan, Skip
+from jaxoverlap.plan.table import mesh_text
 
 
 @dataclass(frozen=True)
@@ -32,14 +33,30 @@ class Difference:
 def differences(a: Plan, b: Plan) -> list[Difference]:
     """List the differences in two plans' decisions, predictions and origins.
 
-    Source lines, reasons and what a tuning tried are not compared.
+    Source lines, reasons and what a tuning tried are not compared; nor are the matmuls, edits and
+    arguments of different steps, of which none belongs to another.
     """
     left, right = dict(_facts(a)), dict(_facts(b))
+    if other_step(a, b):
+        left, right = ({k: v for k, v in one.items() if not _of_step(*k)} for one in (left, right))
     return [
         Difference(*key, left.get(key), right.get(key))
         for key in {**left, **right}
         if left.get(key) != right.get(key)
     ]
+
+
+def _of_step(part: str, name: str) -> bool:
+    return part in ("matmul", "edit") or name.startswith(("arguments ", "results "))
+
+
+def other_step(a: Plan, b: Plan) -> str:
+    """Say which steps two plans are for, if these are two; empty if it is one."""
+    one, other = (plan.made_for and plan.made_for.step for plan in (a, b))
+    if one == other if one and other else a.step == b.step:
+        return ""
+    said = (f"{p.step} on {mesh_text(p.mesh)}, {len(p.entries)} matmuls" for p in (a, b))
+    return f"The plans are for different steps: {'; '.join(said)}"
 
 
 def _facts(plan: Plan) -> Iterator[tuple[tuple[str, str], Any]]:

@@ -8,9 +8,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from importlib import metadata
 
+from jaxoverlap._util.progress import working
 from jaxoverlap.cli.shell.errors import NO, OK
 from jaxoverlap.cli.shell.options import Json
-from jaxoverlap.cli.shell.output import command, say, show_json, show_table, working
+from jaxoverlap.cli.shell.output import command, say, show_json, show_table
 
 _PACKAGES = ("jaxoverlap", "jax", "jaxlib", "numpy", "flax", "optax")
 _SCHEDULERS = ("SLURM_JOB_NUM_NODES", "JOB_COMPLETION_INDEX", "OMPI_COMM_WORLD_SIZE")
@@ -107,7 +108,7 @@ def _devices() -> Iterator[Fact]:
     known = {chip.device_name for chip in chips()}
     for kind in kinds:
         if devices[0].platform != "cpu" and kind not in known:
-            what = "no cost table: overlap() decides by rules only (docs/add-a-chip.md)"
+            what = "no cost table: trial steps choose, or no rings are made (docs/add-a-chip.md)"
             yield Fact("chip", kind, what)
 
 

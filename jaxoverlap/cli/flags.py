@@ -11,10 +11,11 @@ from typing import TYPE_CHECKING, Annotated
 import msgspec
 import typer
 
+from jaxoverlap._util.progress import working
 from jaxoverlap.cli.forms import ENVIRONMENT_HELP, written
 from jaxoverlap.cli.shell.errors import NO, OK
 from jaxoverlap.cli.shell.options import Json
-from jaxoverlap.cli.shell.output import command, say, show_json, show_table, working
+from jaxoverlap.cli.shell.output import command, say, show_json, show_table
 
 if TYPE_CHECKING:
     from jaxoverlap.flags import Conflict, Finding, Preset

@@ -81,15 +81,18 @@ def show(
 def diff(a: _File, b: _File, *, json: Json = False) -> int:
     """List what differs between two plans; exit code 1 if anything does.
 
-    Source lines, reasons and what a tuning tried are not compared.
+    Source lines, reasons and what a tuning tried are not compared, nor matmuls of different steps.
     """
-    from jaxoverlap.cli.differences import differences
+    from jaxoverlap.cli.differences import differences, other_step
     from jaxoverlap.plan.plan import Plan
 
-    mismatches = differences(Plan.read(a), Plan.read(b))
+    plans = Plan.read(a), Plan.read(b)
+    mismatches = differences(*plans)
     if json:
         show_json(mismatches)
     elif mismatches:
+        if why := other_step(*plans):
+            say(f"{why}. Their matmuls and edits are not compared.\n")
         rows = [(d.part, d.name, _text(d.a), _text(d.b)) for d in mismatches]
         show_table("differences", ("", "", str(a), str(b)), rows)
     else:

@@ -9,6 +9,7 @@ import msgspec
 import typer
 
 from jaxoverlap._util.files import check_writable
+from jaxoverlap._util.progress import working
 from jaxoverlap.cli.shell.errors import NO, OK
 from jaxoverlap.cli.shell.options import (
     Html,
@@ -18,7 +19,7 @@ from jaxoverlap.cli.shell.options import (
     Svg,
     with_processes,
 )
-from jaxoverlap.cli.shell.output import command, say, show_json, working, write_pictures
+from jaxoverlap.cli.shell.output import command, say, show_json, write_pictures
 
 if TYPE_CHECKING:
     from jaxoverlap.cost.model import CostModel
@@ -76,13 +77,13 @@ def profile(
 
         cluster = _cluster(pod, processes, prices)
         found = read(path, cluster, compiled=hlo and hlo.read_text(), module=module)
-    write_pictures(found, html, svg, perfetto)
     if json:
         show_json(_facts(found))
     else:
         say(str(found))
         if verbose:
             say(listed(found))
+    write_pictures(found, html, svg, perfetto)
     return OK if found.sums.hidden >= at_least else NO
 
 

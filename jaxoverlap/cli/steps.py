@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import msgspec
 import typer
 
 from jaxoverlap._util.files import check_writable
+from jaxoverlap._util.progress import working
 from jaxoverlap.cli.shell.errors import NO, OK
 from jaxoverlap.cli.shell.options import (
     Axes,
@@ -19,10 +21,13 @@ from jaxoverlap.cli.shell.options import (
     Step,
     Svg,
     checked,
+    parse_axes,
 )
-from jaxoverlap.cli.shell.output import command, say, show_json, working, write_pictures
+from jaxoverlap.cli.shell.output import command, say, show_json, write_pictures
+from jaxoverlap.plan.speedup import milliseconds
 
 if TYPE_CHECKING:
+    from jaxoverlap.cli.configure_step import Ranked
     from jaxoverlap.cli.shell.target import Target
     from jaxoverlap.simulation.audit import Audit
     from jaxoverlap.simulation.simulation import Simulation
@@ -32,6 +37,13 @@ _AtLeast = Annotated[
     float,
     typer.Option(
         help="Share of the communication time that has to be hidden, by simulation.", min=0, max=1
+    ),
+]
+_FASTER_MESHES = 2  # that are named
+_Meshes = Annotated[
+    bool,
+    typer.Option(
+        "--meshes", help="Estimate the pod's other meshes too, and name the two best if faster."
     ),
 ]
 _KeepRings = Annotated[
@@ -53,12 +65,16 @@ def explain(
     verbose: Annotated[
         bool, typer.Option("--verbose", help="Give each matmul and collective a row of its own.")
     ] = False,
+    out: Annotated[
+        Path | None, typer.Option("--plan", help="Write the plan, for overlap(step, plan=FILE).")
+    ] = None,
     json: Json = False,
 ) -> int:
     """Show what overlap() does with each matmul of a step, and why; compiles nothing.
 
     Exit code 1 if nothing changes: no ring, no batch split, no pinned layout.
     """
+    check_writable(out)
     built = _built(step, checked(step, pod, axes, processes), axes)
     with working(f"tracing and partitioning {step}"):
         plan = built.overlapped.explain(*built.args)
@@ -68,6 +84,10 @@ def explain(
             "Times are estimated from XLA's partitioned program; `jaxoverlap simulate` compiles "
             "the step and simulates XLA's schedule."
         )
+    if out is not None:
+        plan.write(out)
+        if not json:
+            say(f"written to {out}: jaxoverlap.overlap(step, plan={str(out)!r})")
     return OK if plan.edits else NO
 
 
@@ -149,6 +169,7 @@ def simulate(
     svg: Svg = None,
     perfetto: Perfetto = None,
     at_least: _AtLeast = 0.0,
+    meshes: _Meshes = False,
     json: Json = False,
 ) -> int:
     """Simulate a step on a pod: its seconds, and what of its communication is exposed.
@@ -166,15 +187,37 @@ def simulate(
         with working(f"compiling {step} for {pod} as it is"):
             steps["plain"] = simulated(built.compile_plain(), pod)
     overlapped, other = steps["overlapped"], steps.get("plain")
-    write_pictures(overlapped, html, svg, perfetto, plain=other)
     if json:
-        show_json({name: _seconds(s) for name, s in steps.items()})
+        facts: dict[str, Any] = {name: _seconds(s) for name, s in steps.items()}
+        if meshes:
+            facts["meshes"] = _ranked(step, pod, axes)
+        show_json(facts)
     else:
         say(str(overlapped))
         if other is not None:
             say(f"\nplain: {str(other).splitlines()[0]}")
         say(_hidden_line(overlapped))
+        if meshes:
+            say(_meshes_line(_ranked(step, pod, axes), axes))
+    write_pictures(overlapped, html, svg, perfetto, plain=other)
     return OK if _hidden(overlapped) >= at_least else NO
+
+
+def _ranked(step: str, pod: str, axes: str) -> list[Ranked]:
+    """Rank all meshes of a step's axes, by the estimate of the step as it is."""
+    from jaxoverlap.cli.configure_step import rank
+
+    return rank(step, pod, [*parse_axes(axes)], compiled=0)
+
+
+def _meshes_line(ranked: list[Ranked], axes: str) -> str:
+    """Name the two fastest of the meshes that are faster than the given one."""
+    own = next(one for one in ranked if one.axes == parse_axes(axes))
+    faster = [one for one in ranked if one.estimated_s < own.estimated_s][:_FASTER_MESHES]
+    shown = (f"{one.named} {milliseconds(one.estimated_s)}" for one in (*faster, own))
+    if not faster:
+        return f"no other mesh is faster for the step as it is (estimated): {next(shown)}"
+    return f"faster meshes for the step as it is (estimated): {'; '.join(shown)} as given"
 
 
 def _seconds(step: Simulation) -> dict[str, Any]:

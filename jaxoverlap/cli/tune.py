@@ -9,9 +9,10 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from jaxoverlap._util.files import check_writable
+from jaxoverlap._util.progress import working
 from jaxoverlap.cli.shell.errors import NO, OK
 from jaxoverlap.cli.shell.options import Axes, Json, Processes, Step, checked, parse_axes
-from jaxoverlap.cli.shell.output import command, say, show_json, working
+from jaxoverlap.cli.shell.output import command, say, show_json
 
 if TYPE_CHECKING:
     from jaxoverlap.plan.plan import Plan
@@ -42,7 +43,8 @@ def tune(
     """Search for the fastest plan of a step, for overlap(step, plan="plan.json").
 
     Shows what was tried on stderr. Exit code 1 if nothing is faster than the original step; the
-    plan then leaves the step as it is. Ctrl-C ends it; another run goes on with what was tried.
+    plan then leaves the step as it is. Ctrl-C leaves the best plan so far; another run goes on with
+    what was tried.
     """
     check_writable(out)
     if pod is not None:
@@ -60,10 +62,8 @@ def tune(
         from jaxoverlap.cli.shell.target import target, target_here
     with working(f"building {step}"):
         built = target_here(step, pod, axes) if pod is None or measure else target(step, pod, axes)
-    plan = api.tune(
-        built.step, built.args, cluster=built.pod, budget_s=budget, measure=measure, cache=cache
-    )
-    plan.write(out)
+    settings = {"budget_s": budget, "measure": measure, "cache": cache, "out": out}
+    plan = api.tune(built.step, built.args, cluster=built.pod, **settings)
     if json:
         fields = ("plain", "predictions", "measured", "nccl", "tried")
         show_json({"plan": str(out), **{name: getattr(plan, name) for name in fields}})

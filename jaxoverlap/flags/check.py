@@ -124,7 +124,8 @@ def _instead(name: str, plain: FlagsAnswer) -> str:
         first, when = next(iter(versions())), dead.until
         gone = f"last seen in jaxlib {when}" if when else f"gone before jaxlib {first}"
         return f"{gone}; {dead.instead}"
-    near = difflib.get_close_matches(name, plain.fields or (), n=2, cutoff=0.8)
+    known = {*(plain.fields or ()), *FLAGS} - {*DEAD}  # XLA prints none that is not set
+    near = difflib.get_close_matches(name, known, n=2, cutoff=0.8)
     return f"did you mean {' or '.join(near)}?" if near else ""
 
 

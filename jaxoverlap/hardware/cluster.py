@@ -124,6 +124,7 @@ _FORM = re.compile(
     r"(?:@(?:(?P<network>[a-z]\w*)|(?P<gbit>\d+(?:\.\d+)?)(?:,(?P<latency>\d+(?:\.\d+)?))?))?",
     re.ASCII,
 )
+_TPU = re.compile(r"tpu.*|v[2-7](?:e|p|lite.*)?|trillium|ironwood")
 
 
 def chips() -> tuple[Chip, ...]:
@@ -170,6 +171,8 @@ def parse_cluster(text: str) -> Cluster:
         )
     chip = KNOWN.get(form["chip"])
     if chip is None:
+        if _TPU.fullmatch(form["chip"].lower()):
+            raise ValueError(f"{text!r}: TPUs are not supported. Known are {', '.join(KNOWN)}")
         near = _like(form["chip"].lower())
         hint = f"did you mean {' or '.join(near)}? " if near else ""
         raise ValueError(

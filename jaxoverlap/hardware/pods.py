@@ -26,7 +26,7 @@ import numpy as np
 from jax.experimental import topologies
 from jax.sharding import AxisType, Mesh
 
-from jaxoverlap._jax import fused_attention, grouped_matmuls, jits
+from jaxoverlap._jax import fused_attention, grouped_matmuls, jits, not_there
 from jaxoverlap._util.expect import expect, is_integer
 from jaxoverlap._util.files import packaged
 from jaxoverlap.hardware.cluster import Chip, Cluster, chips, cluster_from, parse_cluster
@@ -105,6 +105,7 @@ def devices(pod: Cluster) -> tuple[Any, ...]:
     _described[gpus[0].client] = described
     fused_attention.answers_for(pod.chip.compute_capability)
     grouped_matmuls.install()
+    not_there.install()
     return gpus
 
 

@@ -117,6 +117,9 @@ class Reason(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return f"{self.code}: {self.detail}" if self.detail else self.code
 
 
+NO_RINGS = Reason("not ringed", "this plan has no rings")
+
+
 class Skip(msgspec.Struct, frozen=True, kw_only=True, tag="skip", forbid_unknown_fields=True):
     """One matmul that is not rewritten, and why.
 

@@ -42,6 +42,7 @@ from jaxoverlap.plan.edits import (
     in_order,
 )
 from jaxoverlap.plan.price import Price
+from jaxoverlap.plan.speedup import milliseconds
 from jaxoverlap.plan.table import (
     cluster_lines,
     count_line,
@@ -324,7 +325,8 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
         if self.plain:
             return "the original step"
         rings = sum(d.num_chunks > 1 for d in self.decisions)
-        return f"{rings} of {len(self.entries)} matmuls become rings; the gain is not known"
+        become = f"{rings} of {len(self.entries)} matmuls become rings by rule"
+        return f"{become}; without prices the gain is not known, and may be a loss"
 
     def text(self, *, verbose: bool = False) -> str:
         """Write the plan as `print` shows it: the verdict, what was done, what was skipped.
@@ -338,7 +340,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
             f"{self.step} on {mesh_text(self.mesh)}: {self.verdict}",
             self.summary,
             *ring_table(self.entries, verbose=verbose),
-            *skipped_table(self.entries, verbose=verbose),
+            *skipped_table(self.entries, verbose=verbose, without_rings=self._without_rings),
             *(idle_lines(self.entries) if verbose else ()),
             *(trail_table(self.trail) if verbose and not self.tried else ()),
             *remaining_lines(self.remaining, verbose=verbose),
@@ -347,6 +349,17 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
 
     def __str__(self) -> str:
         return self.text()
+
+    @property
+    def _without_rings(self) -> str:
+        """Why it has no rings, by the estimates of the search; empty if it says nothing of them."""
+        tried = (row.evaluation for row in self.trail if MakeRing.__name__ in row.edits)
+        ringed_s = [one.step_s for one in tried if one.step_s is not None and not one.refusal]
+        if self.price is None or not ringed_s:
+            return ""
+        rings, none = milliseconds(min(ringed_s)), milliseconds(self.price.step_s)
+        so = "so none" if min(ringed_s) >= self.price.step_s else "too little to gain"
+        return f"not ringed: rings: {rings}, none: {none} (estimated), {so}"
 
     def _compiled(self) -> str:
         options = len(self.xla_options)

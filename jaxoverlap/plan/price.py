@@ -40,8 +40,12 @@ class Price(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
             exposed, step = (f"{s * 1e3:.3g}" for s in (self.plain_exposed_s, self.plain_s))
             most = self.plain_s / max(self.plain_s - self.plain_exposed_s, 1e-12)
             return f"{exposed} of {step} ms are exposed: at most {most:.2f} x to gain (estimated)"
-        saved = ", ".join(f"{tool} {s * 1e3:.3g}" for tool, s in self.saved_s.items())
-        return (
-            f"{milliseconds(self.plain_s)} -> {milliseconds(self.step_s)}, "
-            f"{self.plain_s / self.step_s:.2f} x (estimated): {saved}"
-        )
+        took = f"{milliseconds(self.plain_s)} -> {milliseconds(self.step_s)} (estimated)"
+        saved = _listed({tool: s for tool, s in self.saved_s.items() if s >= 0})
+        lost = _listed({tool: -s for tool, s in self.saved_s.items() if s < 0})
+        return took + f": saved by {saved}" * bool(saved) + f"; lost to {lost}" * bool(lost)
+
+
+def _listed(seconds: Mapping[str, float]) -> str:
+    """List tools, each with its milliseconds."""
+    return ", ".join(f"{tool} {s * 1e3:.3g}" for tool, s in seconds.items())

@@ -6,9 +6,10 @@ import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from jaxoverlap._util.text import human_bytes, table
-from jaxoverlap.plan.decisions import Decision, Remaining, Skip
+from jaxoverlap.plan.decisions import NO_RINGS, Decision, Remaining, Skip
 
 _SITES = 6  # of equal rows that are listed
+_LINES = 3  # of the source lines of matmuls that are skipped for one reason
 _REMAINING = 8  # of XLA's own collectives that are shown unless all are asked for
 
 
@@ -24,9 +25,18 @@ def ring_table(entries: Sequence[Decision | Skip], *, verbose: bool) -> list[str
     return [table("", _RINGS, rows, right=("runs", "bytes", "chunks"))] if rows else []
 
 
-def skipped_table(entries: Sequence[Decision | Skip], *, verbose: bool) -> list[str]:
-    """Write the table of the skipped matmuls that have a collective, likewise."""
-    rows = [_skipped_row(group) for group in _groups(_waiting(entries), _skip_kind, verbose)]
+def skipped_table(
+    entries: Sequence[Decision | Skip], *, verbose: bool, without_rings: str = ""
+) -> list[str]:
+    """Write the table of the skipped matmuls that have a collective, a row for each reason.
+
+    Args:
+        entries: of all matmuls.
+        verbose: whether each matmul has a row of its own.
+        without_rings: why the plan has no rings, for matmuls that have none for that reason.
+    """
+    groups = _groups(_waiting(entries), lambda skip: _numberless(skip.reason), verbose)
+    rows = [_skipped_row(group, without_rings) for group in groups]
     return [table("skipped", _SKIPPED, rows, right=("runs",))] if rows else []
 
 
@@ -51,10 +61,6 @@ def _ring_kind(d: Decision) -> object:
     others = tuple(map(_numberless, d.others))
     how = d.kind, d.axis, d.variant, d.num_chunks, _numberless(d.why), others
     return d.source, _numberless(d.module), d.einsum, *how
-
-
-def _skip_kind(s: Skip) -> object:
-    return s.source, _numberless(s.module), s.einsum, _numberless(s.reason)
 
 
 def _numberless(text: str, instead: str = "#") -> str:
@@ -90,9 +96,16 @@ def _ring_row(group: Sequence[Decision]) -> tuple[str, ...]:
     )
 
 
-def _skipped_row(group: Sequence[Skip]) -> tuple[str, ...]:
-    first, runs = group[0], sum(s.runs for s in group)
-    return _sites(group), _source(group), first.einsum, str(runs), first.reason
+def _skipped_row(group: Sequence[Skip], without_rings: str) -> tuple[str, ...]:
+    """Write the row of skipped matmuls; of many source lines it names the first."""
+    why = without_rings if group[0].why == NO_RINGS and without_rings else group[0].reason
+    lines = _groups(group, lambda s: (s.source, _numberless(s.module)), verbose=False)
+    sources = [_source(line) for line in lines[:_LINES]]
+    if more := len(lines) - len(sources):
+        sources.append(f"{more} more")
+    einsums = {s.einsum for s in group}
+    einsum = group[0].einsum if len(einsums) == 1 else f"{len(einsums)} einsums"
+    return _sites(group), ", ".join(sources), einsum, str(sum(s.runs for s in group)), why
 
 
 def count_line(entries: Sequence[Decision | Skip]) -> str:
@@ -115,12 +128,12 @@ def _waiting(entries: Sequence[Decision | Skip]) -> list[Skip]:
 
 
 def remaining_lines(remaining: Sequence[Remaining], *, verbose: bool) -> list[str]:
-    """Write the table of the collectives that stay XLA's; of many the largest, unless verbose."""
+    """Write the table of the collectives that stay XLA's, largest first; many only if verbose."""
     if not remaining:
         return []
-    shown = remaining
+    shown = sorted(remaining, key=lambda r: -r.bytes_moved)
     if not verbose and len(remaining) > _REMAINING + 1:
-        shown = sorted(remaining, key=lambda r: -r.bytes_moved)[:_REMAINING]
+        shown = shown[:_REMAINING]
     rows = [
         (r.kind, " x ".join(r.axes), r.source, str(r.runs), human_bytes(r.bytes_moved))
         for r in shown

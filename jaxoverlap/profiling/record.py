@@ -131,9 +131,9 @@ def _donated(step: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """
     if hasattr(step, "args_info"):
         info = step.args_info
-    elif hasattr(step, "lower"):
+    elif hasattr(step, "explain"):  # overlapped; it shows what the function inside has
         info = step.lower(*args, **kwargs).args_info
-    elif wrapped := find_jit(step):  # a partial of one, or a bound method
+    elif wrapped := find_jit(step):
         info = arguments_reach(wrapped, wrapped.jitted.lower, args, kwargs).args_info
     else:
         return jax.tree.map(lambda _: False, (args, kwargs))
@@ -144,7 +144,7 @@ def _copied(arguments: Any, donated: Any) -> Any:
     """Return arguments of which a run may use up what the step donates or changes."""
     if jax.tree.structure(donated) == jax.tree.structure(arguments):
         return jax.tree.map(_fresh, arguments, donated)
-    return copy.deepcopy(arguments)  # nnx.jit takes its modules apart, and changes them
+    return copy.deepcopy(arguments)  # nnx and equinox take them apart, and nnx changes them
 
 
 def _fresh(value: Any, donated: bool) -> Any:

@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from jaxoverlap._jax.thread_config import inheriting
+from jaxoverlap._util import progress
 from jaxoverlap.passes.evaluated import Evaluated, Proposal
 from jaxoverlap.passes.scheduling.reorder import SAME
 from jaxoverlap.plan.edits import Edit, MakeRing, ReadGathered, SplitBatch
@@ -229,6 +230,7 @@ def search_compiled(
     rows = list[Candidate]()
     for propose in stages:
         for batch in filter(None, propose(rows)):
+            progress.stage(f"compiling {len(batch)} candidate{'s' * (len(batch) > 1)}")
             made = compiled(batch)
             rows += made
             if len(made) < len(batch):
@@ -303,6 +305,7 @@ def _after(
         trail.rows.append(one)
         if stage.budget is not None:
             stage.budget.left -= 1
+        progress.tried(stage.name, stage.budget.left if stage.budget else None)
         return True
 
     for one in begun:

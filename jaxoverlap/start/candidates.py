@@ -61,7 +61,7 @@ def offers_of(call: jits.Call, options: Options) -> Offers:
     Raises:
         UserError, RewriteError: as `step_program`.
     """
-    options = replace(options, streams="one", on_error="raise")
+    options = replace(options, streams="one", on_error="raise", by_rule=True)
     program = step_program(call, options, found)
     if program.plan is None:
         return Offers(why=str(program.error))

@@ -17,20 +17,24 @@ from jaxoverlap.cost.model import CostModel
 from jaxoverlap.flags import is_gpu
 from jaxoverlap.flags.required import why_one_stream
 from jaxoverlap.hardware.cluster import Cluster
+from jaxoverlap.hardware.pods import is_pod
 from jaxoverlap.hardware.topology import check_is_pods, cluster_of, processes_of_one
 from jaxoverlap.passes.analysis.einsum import Spec
 from jaxoverlap.passes.analysis.errors import UserError
 from jaxoverlap.passes.analysis.flatten import flatten
-from jaxoverlap.passes.analysis.mesh import MutableError, explicit_axes, find_mesh
+from jaxoverlap.passes.analysis.jaxprs import equations
+from jaxoverlap.passes.analysis.mesh import MeshError, MutableError, explicit_axes, find_mesh
 from jaxoverlap.passes.analysis.partitioned import SpmdProgram, partitioned
 from jaxoverlap.passes.edited import EditedStep
 from jaxoverlap.passes.estimation.estimate import Estimate, estimate
+from jaxoverlap.passes.planning.entries import described
 from jaxoverlap.passes.rewriting.prefetch import joined_bytes
 from jaxoverlap.plan.edits import DropTypes
 from jaxoverlap.plan.plan import MadeFor
 from jaxoverlap.step.check_plan import argument_shardings, check, cluster_for, made_for
 from jaxoverlap.step.options import Options
 
+_CALLBACKS = ("debug_print", "debug_callback", "pure_callback", "io_callback")
 _AT_MOST = 2  # steps: each holds its partitioned programs
 # The flattened step, and its answers.
 _known: jits.Cache[tuple[EditedStep, dict[Hashable, Any]]] = jits.Cache()
@@ -160,6 +164,8 @@ def prepare(call: jits.Call, options: Options) -> StepContext:
             which host it runs.
     """
     params, mesh = call.params, mesh_of(call)
+    if is_pod(mesh):
+        _refuse_callbacks(call)
     if compat.takes_mutable(params["jaxpr"]):
         raise MutableError(
             f"{call.name} reads or writes mutable arrays (jax.Ref) from outside; give it arrays, "
@@ -206,6 +212,21 @@ def prepare(call: jits.Call, options: Options) -> StepContext:
     )
 
 
+def _refuse_callbacks(call: jits.Call) -> None:
+    """Refuse a step for a pod that calls back into Python: JAX looks for a GPU that runs it.
+
+    Raises:
+        UserError: if it does; it says where.
+    """
+    for eqn, around in equations(call.params["jaxpr"]):
+        if eqn.primitive.name in _CALLBACKS:
+            raise UserError(
+                f"{call.name} calls back into Python, by {described(eqn, around)}, and nothing "
+                "runs on GPUs that are not there: leave jax.debug.print, pure_callback and "
+                "io_callback out of a step that is compiled for a pod_mesh"
+            )
+
+
 def _one_stream(mesh: Mesh, cluster: Cluster, options: Options) -> str | None:
     """Return why all collectives share a stream; "" if they need not, None: one kind of link."""
     try:
@@ -226,12 +247,15 @@ def mesh_of(call: jits.Call) -> Mesh:
 
     Raises:
         NoMeshError: if there is none.
-        ValueError: if there are two.
+        MeshError: if there are two, or if it is of TPUs.
     """
     params = call.params
     jaxpr = params["jaxpr"]
     positions = (*params["in_shardings"], *params["out_shardings"], params["ctx_mesh"])
-    return find_mesh(params["name"], (*call.flat, *jaxpr.consts), positions, jaxpr)
+    mesh = find_mesh(params["name"], (*call.flat, *jaxpr.consts), positions, jaxpr)
+    if mesh.devices.flat[0].platform == "tpu":
+        raise MeshError(f"{call.name} runs on TPUs, which are not supported", (mesh,))
+    return mesh
 
 
 def _check_cluster(name: str, mesh: Mesh, cluster: Cluster | None) -> None:

@@ -39,6 +39,16 @@ def no_mesh(call: jits.Call, error: MeshError) -> Notice:
     return Notice("no mesh", f"overlap() changes nothing: {text}")
 
 
+def inside(name: str) -> str:
+    """Word the warning that a step is called inside a transformation, where little can be done."""
+    return (
+        f"{name} is overlapped inside another transformation (jax.jit, grad, vmap or scan): there "
+        "it gets rings alone, by estimate; no batch split, XLA options or scheduler pass, and no "
+        f"comparison with the original step. Put overlap() around the outermost jit: "
+        f"overlap(jax.jit(...)), with jax.grad inside"
+    )
+
+
 def not_rewritten(name: str, plan: Plan) -> Notice:
     """Word the notice for a step on a mesh of which no operation is changed."""
     reasons = Counter(skip.reason for skip in plan.skips).most_common(_REASONS)
@@ -49,6 +59,17 @@ def not_rewritten(name: str, plan: Plan) -> Notice:
     said = f"overlap() rewrites nothing in {name}{only}; explain() says why of each matmul"
     mostly = f", mostly:{lines}" if lines else ""
     return Notice("no ring", f"{said}{mostly}")
+
+
+def unpriced(name: str, device: str) -> Notice:
+    """Word the notice for a step without rings, on devices whose costs are not known."""
+    return Notice(
+        "no prices",
+        f"overlap() makes no rings in {name}: there is no cost table of {device}, and rings by "
+        "rule may cost time. Measure one (`python -m jaxoverlap.calibrate --here FILE`, then "
+        "prices=FILE), name a known chip in cluster=, let trial steps choose (start='plain'), or "
+        "ask for rings: granularity='one_way'",
+    )
 
 
 def repaired(plan: Plan) -> Notice | None:

@@ -48,6 +48,8 @@ class Options:
             that it has to keep less; None: as many as `memory` leaves.
         operations, agree_within_s, never_slower: as in `overlap`.
         prices: the cost model to decide by; None for the package's of the cluster.
+        by_rule: whether rings are made by rule on GPUs without prices, where they may cost time: as
+            an option asks for them, or as a clock chooses.
     """
 
     cluster: Cluster | None = None
@@ -69,6 +71,7 @@ class Options:
     agree_within_s: float = 20.0
     never_slower: bool = True
     prices: CostModel | None = None
+    by_rule: bool = False
     memory: float | None = None
     keep: tuple[str, ...] = ()
     recompute: tuple[str, ...] = ()

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
+import msgspec
 from jax.sharding import Sharding
 
 from jaxoverlap._jax import explicit, jits
+from jaxoverlap.passes.analysis.mesh import is_cpu
 from jaxoverlap.passes.apply import apply
 from jaxoverlap.passes.edited import EditedStep
 from jaxoverlap.passes.rewriting.pin_results import pinned_results
 from jaxoverlap.plan.edits import DropTypes, Edit, PinResults, in_order
-from jaxoverlap.plan.plan import Plan
+from jaxoverlap.plan.plan import Plan, Reason, Skip, Variant
 from jaxoverlap.plan.speedup import CandidateName
 from jaxoverlap.step.check_plan import followed
 from jaxoverlap.step.context import StepContext, prepare
@@ -68,10 +70,33 @@ def run_passes(
     """
     step = step or prepare(call, options)
     if options.plan is None:
+        if is_unpriced(step, options):
+            return _without_rings(search(step, replace(options, granularity=Variant("plain"))))
         return search(step, options)
     edited = apply(step.edited, _with_results(step, options.plan.edits))
     plan = followed(options.plan, edited, step.params["name"], step.origin)
     return PassResult(plan, step, edited)
+
+
+def is_unpriced(step: StepContext, options: Options) -> bool:
+    """Return whether a step gets no rings, as they may cost time on GPUs without prices.
+
+    On CPUs, where nobody trains and every rewrite is tested, rings are made by rule.
+    """
+    asks = options.by_rule or options.granularity is not None or options.plan is not None
+    return step.cost is None and not asks and not is_cpu(step.mesh)
+
+
+def _without_rings(done: PassResult) -> PassResult:
+    """Return a result whose matmuls are not ringed as no prices are known, and not by request."""
+    why = Reason("not ringed", "there is no cost table of these GPUs")
+    entries = (
+        msgspec.structs.replace(entry, why=why)
+        if isinstance(entry, Skip) and entry.left_plain
+        else entry
+        for entry in done.plan.entries
+    )
+    return replace(done, plan=msgspec.structs.replace(done.plan, entries=tuple(entries)))
 
 
 def _with_results(step: StepContext, edits: Sequence[Edit]) -> Sequence[Edit]:

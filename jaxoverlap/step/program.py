@@ -30,10 +30,17 @@ from jaxoverlap.passes.scheduling.scheduler import Scheduler, SchedulerPass, sch
 from jaxoverlap.plan.plan import Plan, Schedule
 from jaxoverlap.plan.speedup import CandidateName, Speedup
 from jaxoverlap.step.check_plan import facts_of
-from jaxoverlap.step.context import mesh_of
-from jaxoverlap.step.notices import Notice, no_mesh, not_compiled, not_rewritten, repaired
+from jaxoverlap.step.context import StepContext, mesh_of
+from jaxoverlap.step.notices import (
+    Notice,
+    no_mesh,
+    not_compiled,
+    not_rewritten,
+    repaired,
+    unpriced,
+)
 from jaxoverlap.step.options import Options
-from jaxoverlap.step.pipeline import PassResult, Search, run_passes
+from jaxoverlap.step.pipeline import PassResult, Search, is_unpriced, run_passes
 from jaxoverlap.step.processes import Agreement, DisagreementError, meet, processes_of
 from jaxoverlap.step.trial import Request
 
@@ -223,13 +230,20 @@ def arrived(call: jits.Call, done: PassResult, options: Options) -> StepProgram:
         cluster=done.step.cluster,
         ordering=ordering,
         agreement=_agreement(plan, done, dict(ours["compiler_options_kvs"]), ordering, options),
-        notice=None if requested else repaired(plan) if plan.edits else not_rewritten(name, plan),
+        notice=None if requested else _notice(plan, done.step, options),
         cost=done.step.cost,
         close=done.close,
         undecided=bool(done.step.cost and options.never_slower and not options.plan)
         and is_gpu(done.step.mesh),
         on_pod=pods.is_pod(done.step.mesh),
     )
+
+
+def _notice(plan: Plan, step: StepContext, options: Options) -> Notice | None:
+    """Return the notice about a step's plan; None if it gives no reason for one."""
+    if is_unpriced(step, options):
+        return unpriced(plan.step, step.mesh.devices.flat[0].device_kind)
+    return repaired(plan) if plan.edits else not_rewritten(plan.step, plan)
 
 
 def as_it_is(call: jits.Call, mesh: Mesh) -> StepProgram:

@@ -9,6 +9,7 @@ from typing import Any
 import jax
 
 from jaxoverlap._jax.jit_wrappers import WrappedJit
+from jaxoverlap._util.progress import working
 from jaxoverlap._util.text import warn
 from jaxoverlap.cost.find import cost_model
 from jaxoverlap.cost.model import CostModel
@@ -59,9 +60,10 @@ class Lowered:
         is what comes out too, unless `never_slower=False` or a plan asks for the overlapped step.
         """
         try:
-            if self._faster is None:
-                return self.compiled(compiler_options)
-            return self._faster(self, compiler_options)
+            with working(f"compiling {self.plan.step if self.plan else 'the step'}"):
+                if self._faster is None:
+                    return self.compiled(compiler_options)
+                return self._faster(self, compiler_options)
         except jax.errors.JaxRuntimeError as error:
             if self._plain is None:
                 raise

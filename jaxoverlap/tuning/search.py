@@ -59,6 +59,7 @@ class TuningSearch:
         deadline: by `time.monotonic`; what has not begun by then is not tried.
         model: makes the unified model of the step, from the result of the rules' plan.
         show: called with each result, in order.
+        so_far: called with the best candidate so far, whenever another one is.
         tried: all results, in order.
         estimated: the candidates that were estimated, by their edits; without seconds where one
             cannot be rewritten or estimated.
@@ -73,6 +74,7 @@ class TuningSearch:
     deadline: float
     model: Callable[[Candidate], GranularityModel] = lambda rules: GranularityModel()
     show: Callable[[Candidate], None] = lambda tried: None
+    so_far: Callable[[Candidate], None] = lambda best: None
     tried: Sequence[Candidate] = ()
     estimated: dict[Hashable, Candidate] = field(default_factory=dict)
     complete: bool = False
@@ -110,6 +112,10 @@ class TuningSearch:
         done = self.compiler.evaluated(batch, deadline=deadline, meanwhile=self._look_ahead)
         for one in done:
             self.show(one)
+        before = self.best(self.tried) if self.tried else None
+        self.tried = [*self.tried, *done]
+        if (best := self.best(self.tried)) is not before and not best.evaluation.refusal:
+            self.so_far(best)
         return done
 
     # -- the stages -------------------------------------------------------------------------------

@@ -29,7 +29,7 @@ def progress(budget_s: float, *, console: Console) -> Iterator[Callable[[Candida
 
     Where the console is no terminal, each is a line.
     """
-    first = f"{budget_s:.0f} s, after the original step and overlap()'s own choice are compiled"
+    first = f"{budget_s:.0f} s; the original step and overlap()'s own choice take what they need"
     began = time.monotonic()
     if not console.is_terminal:
         console.out(f"tuning for {first}", highlight=False)

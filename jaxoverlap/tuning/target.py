@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import Any
 
 import jax
 
@@ -88,15 +90,22 @@ class TuningTarget:
         assert self.cost is not None
         return request_of(stage, new, self.start.mesh, self.cost), new.plan
 
-    def compiled(self, candidate: Candidate) -> tuple[jax.stages.Compiled, Plan | None]:
-        """Compile a candidate here, to be timed.
+    def compiled(self, candidate: Candidate) -> tuple[Callable[..., Any], Plan | None]:
+        """Compile a candidate here, to be timed; it takes the arguments of the step's call.
 
         Raises:
             UserError, RewriteError: if its plan cannot be followed.
         """
         stage, new = self._lowered(candidate)
         with new.compiling():
-            return stage.compile(), new.plan
+            compiled = stage.compile()
+        numbers, names = jits.static_arguments(self.call.jitted)
+
+        def run(*args: Any, **kwargs: Any) -> Any:  # a compiled step takes no static arguments
+            dynamic = (value for number, value in enumerate(args) if number not in numbers)
+            return compiled(*dynamic, **{n: v for n, v in kwargs.items() if n not in names})
+
+        return run, new.plan
 
     def _lowered(self, candidate: Candidate) -> tuple[jax.stages.Lowered, StepProgram]:
         new = as_it_is(self.call, self.start.mesh)

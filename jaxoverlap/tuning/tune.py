@@ -79,8 +79,13 @@ class _Kept(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     budget_s: float
 
 
-def tuned(target: TuningTarget, tuning: Tuning) -> Plan:
+def tuned(target: TuningTarget, tuning: Tuning, out: Path | None = None) -> Plan:
     """Find the plan under which a step is fastest.
+
+    Args:
+        target: the step.
+        tuning: the settings.
+        out: a file for the best plan so far, for whoever ends the search; None: it is not written.
 
     Raises:
         ValueError: if there is neither a cost model to simulate by nor a clock to go by.
@@ -97,7 +102,7 @@ def tuned(target: TuningTarget, tuning: Tuning) -> Plan:
     console = Console(stderr=True, quiet=not tuning.show)
     known = _read(path)
     if known is None or not (known.complete or known.budget_s >= tuning.budget_s):
-        plan, complete = _searched(target, tuning, folder / "trials", console)
+        plan, complete = _searched(target, tuning, folder / "trials", console, out)
         known = _Kept(plan, complete, tuning.budget_s)
         write_atomically(path, sealed(_FORMAT, msgspec.json.encode(known)))
     width = console.width if console.is_terminal else WIDTH
@@ -127,13 +132,18 @@ def _read(path: Path) -> _Kept | None:
 
 
 def _searched(
-    target: TuningTarget, tuning: Tuning, trials: Path, console: Console
+    target: TuningTarget, tuning: Tuning, trials: Path, console: Console, out: Path | None
 ) -> tuple[Plan, bool]:
     """Search for the best plan in the budget; return it, and whether the search was complete."""
     if target.cost is None:
         candidates = _without_a_model(target)
         return _report(_Steps(target, console).time(candidates), candidates, None), True
     with progress(tuning.budget_s, console=console) as show:
+
+        def write(best: Candidate) -> None:
+            if out is not None:
+                _plan_of(best, search.tried).write(out)
+
         search = TuningSearch(
             target.decide,
             target.estimate,
@@ -143,6 +153,7 @@ def _searched(
             deadline=time.monotonic() + tuning.budget_s,
             model=lambda rules: _model(target, rules),
             show=show,
+            so_far=write,
         )
         best = search.run()
     if tuning.measure:

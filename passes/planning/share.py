@@ -26,12 +26,11 @@ from jaxoverlap.passes.planning.entries import NO_COLLECTIVE
 from jaxoverlap.passes.planning.layout import Layout, hoistable, lay_out, traffic
 from jaxoverlap.passes.planning.ring_plan import BodyRings, Hoist, Member, Ring, Value
 from jaxoverlap.passes.planning.splits import ImpliedCollective, Refusal, ShardedMatmul, Split
-from jaxoverlap.plan.decisions import Reason
+from jaxoverlap.plan.decisions import NO_RINGS, Reason
 
 Read = Callable[[Dot], ShardedMatmul | Reason]
 Specs = Sequence[Spec | None]
 Beyond = Callable[[Dot], tuple[Specs, Specs, Specs]]
-NO_RINGS = Reason("not ringed", "this plan has no rings")
 _View = tuple[Member, ShardedMatmul]
 
 

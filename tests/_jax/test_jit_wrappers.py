@@ -152,6 +152,32 @@ def test_a_bound_method_of_a_jit():
     np.testing.assert_allclose(step(X), trainer.step(X), rtol=1e-5)
 
 
+def test_a_method_of_an_equinox_module_is_bound():
+    eqx = pytest.importorskip("equinox", reason="equinox is not installed (the dev extra)")
+
+    class Trainer(eqx.Module):
+        weight: jax.Array
+
+        @eqx.filter_jit
+        def step(self, x: jax.Array) -> jax.Array:
+            return jax.lax.with_sharding_constraint(x @ self.weight, X.sharding)
+
+    trainer = Trainer(X.T)
+    step = jaxoverlap.overlap(trainer.step)
+    assert step.explain(X).decisions
+    np.testing.assert_allclose(step(X), trainer.step(X), rtol=1e-5)
+
+
+def test_a_compiled_partial_takes_no_static_argument():
+    fn = jax.jit(
+        lambda scale, x, *, flip: (x.T if flip else x) @ x * scale,
+        static_argnums=0,
+        static_argnames="flip",
+    )
+    step = jaxoverlap.overlap(functools.partial(fn, 3, flip=True))
+    np.testing.assert_allclose(step.lower(X).compile()(X), step(X), rtol=1e-5)
+
+
 def test_a_partial_of_a_plain_function_holds_no_jit():
     assert find_jit(functools.partial(train_step)) is None
     assert find_jit(train_step) is None
@@ -165,11 +191,13 @@ def test_overlapped_twice_is_overlapped_once():
 
 def test_an_object_with_no_jit_inside_is_refused():
     class Wrapper:
+        _cached = jitted()  # a name that equinox has too
+
         def __call__(self):
             return 0
 
         def lower(self):
             return 0
 
-    with pytest.raises(ValueError, match=r"expected a function from jax\.jit or nnx\.jit"):
+    with pytest.raises(ValueError, match=r"expected a function from jax\.jit, nnx\.jit or eq"):
         jaxoverlap.overlap(Wrapper())

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import re
+import types
 import warnings
 
 import jax
@@ -22,7 +23,9 @@ from jax.sharding import PartitionSpec as P
 import jaxoverlap
 from jaxoverlap import Decision, Skip, overlap
 from jaxoverlap.hardware import pods
+from jaxoverlap.passes.analysis.mesh import MeshError
 from jaxoverlap.plan.edits import MakeRing, Pin, SplitBatch
+from jaxoverlap.step.context import mesh_of as mesh_of_call
 from tests.support.pods import needs_plugin
 
 
@@ -103,7 +106,7 @@ def test_skip_of_a_line_without_a_matmul(entry: str):
     refuse(f"skip={entry!r}", f"api/test_bad_input.py:{line}", skip=(entry,))
 
 
-@pytest.mark.parametrize("fn", [3, "train_step", [matmul]])
+@pytest.mark.parametrize("fn", [3, "train_step", [matmul], None])
 def test_something_that_is_no_function(fn):
     with pytest.raises(ValueError, match=r"overlap\(\) was given .*expected a function"):
         overlap(fn)
@@ -241,6 +244,62 @@ def test_a_pod_is_its_own_cluster():
     assert overlap(matmul, cluster="h100-sxm:1x8@80").explain(*args)
     assert jaxoverlap.simulate(compiled, "h100-sxm:1x8@80").step_s > 0
     assert jaxoverlap.simulate(compiled.as_text(), "a100-sxm-80:1x8").step_s > 0
+
+
+@needs_plugin
+@pytest.mark.pods
+def test_arrays_and_programs_on_a_pod_are_refused_in_words():
+    """JAX says UNIMPLEMENTED of its client, and that an object has no attribute."""
+    sharding = on(jaxoverlap.pod_mesh("h100-sxm:1x8", {"data": 2, "model": 4}), "data", "model")
+    for wrong in (
+        lambda: jax.device_put(np.ones((8, 8)), sharding),
+        lambda: jnp.zeros((8, 8), device=sharding),
+        jax.jit(lambda: jnp.zeros((8, 8)), out_shardings=sharding),
+    ):
+        with pytest.raises(ValueError, match=r"pod_mesh.*not there.*jax\.ShapeDtypeStruct"):
+            wrong()
+    np.testing.assert_array_equal(jax.device_put(np.ones(8), on(MESH, "data")), np.ones(8))
+
+
+@needs_plugin
+@pytest.mark.pods
+def test_a_callback_on_a_pod_is_refused_with_its_line():
+    def talks(x, w):
+        y = x @ w
+        jax.debug.print("mean {}", y.mean())
+        return y
+
+    line = talks.__code__.co_firstlineno + 2
+    for method in ("explain", "lower", "advise"):
+        with pytest.raises(ValueError, match=f"debug_print .*test_bad_input.py:{line}"):
+            getattr(overlap(jax.jit(talks)), method)(*on_pod())
+    assert overlap(jax.jit(talks)).lower(*ARGS)
+
+
+def test_a_plans_missing_folder_is_named_and_no_temporary_file(tmp_path):
+    plan = overlap(matmul).explain(*ARGS)
+    with pytest.raises(FileNotFoundError, match=r"no/plan\.json: there is no folder .*no; make it"):
+        plan.write(tmp_path / "no" / "plan.json")
+
+
+# -- chips that are not known ---------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("chip", ["tpu-v5p", "v5e", "v6e", "v5litepod-16", "trillium"])
+def test_tpus_are_not_supported(chip: str):
+    with pytest.raises(ValueError, match="TPUs are not supported"):
+        jaxoverlap.parse_cluster(f"{chip}:8x8")
+
+
+def test_a_step_on_tpus_runs_as_it_is_and_says_so(monkeypatch):
+    mesh = types.SimpleNamespace(devices=np.array([types.SimpleNamespace(platform="tpu")]))
+    monkeypatch.setattr("jaxoverlap.step.context.find_mesh", lambda *_: mesh)
+    call = types.SimpleNamespace(
+        name="step", params={"jaxpr": types.SimpleNamespace(consts=())}, flat=[]
+    )
+    call.params |= {"in_shardings": (), "out_shardings": (), "ctx_mesh": None, "name": "step"}
+    with pytest.raises(MeshError, match="step runs on TPUs, which are not supported"):
+        mesh_of_call(call)
 
 
 # -- meshes ---------------------------------------------------------------------------------------

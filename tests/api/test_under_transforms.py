@@ -1,6 +1,7 @@
 """Overlapped steps run under jit and in other contexts, and plain where they do not belong."""
 
 import importlib.util
+import warnings
 
 import jax
 import jax.numpy as jnp
@@ -20,6 +21,33 @@ def test_traced_arguments_without_a_sharding_run_plain_and_say_so():
     step = jaxoverlap.overlap(lambda x, w: x @ w)
     with pytest.warns(UserWarning, match="called under jit, grad or vmap"):
         np.testing.assert_allclose(jax.jit(lambda x, w: step(x, w))(X, W), X @ W)
+
+
+def summed(x, w):
+    x = jax.lax.with_sharding_constraint(x, NamedSharding(MESH, P("model")))
+    y = jax.lax.with_sharding_constraint(x @ w, NamedSharding(MESH, P(None, "model")))
+    return jnp.sum(y**2)
+
+
+@pytest.mark.parametrize(
+    "around", [jax.jit, lambda f: jax.jit(jax.grad(f)), jax.grad], ids=["jit", "jit grad", "grad"]
+)
+def test_inside_another_transformation_it_says_once_what_it_loses(around):
+    step = jaxoverlap.overlap(jax.jit(summed))
+    with pytest.warns(UserWarning, match="inside another transformation") as caught:
+        got = around(lambda x, w: step(x, w))(X, W)
+        jax.block_until_ready(around(lambda x, w: step(x, w) * 2)(X, W))
+    assert len(caught) == 1 and caught[0].filename == __file__
+    np.testing.assert_allclose(got, around(summed)(X, W), rtol=1e-5)
+
+
+@pytest.mark.parametrize("ask", [jax.eval_shape, lambda f, *args: jax.make_jaxpr(f)(*args)])
+def test_who_asks_for_shapes_alone_is_told_nothing(ask):
+    step = jaxoverlap.overlap(jax.jit(summed))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        ask(step, X, W)
+        step(X, W)
 
 
 def test_a_step_follows_the_mesh_of_its_context():

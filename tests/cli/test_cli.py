@@ -9,10 +9,13 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
+import jaxoverlap
 from jaxoverlap.cli import app
 from jaxoverlap.cli.shell.options import parse_axes
 from jaxoverlap.flags import PRESETS, preset
 from jaxoverlap.flags.presets import DATES
+from jaxoverlap.plan.plan import Plan
+from tests.support import build_step
 from tests.support.command import python, run, run_json
 from tests.support.pods import needs_plugin
 
@@ -96,6 +99,29 @@ def test_explain_shows_the_plan():
 
 @needs_plugin
 @pods
+def test_explain_writes_its_plan(tmp_path: Path):
+    file = tmp_path / "plan.json"
+    shown = run("explain", "tests.support.build_step", *POD, "--plan", str(file))
+    assert f"written to {file}: jaxoverlap.overlap(step, plan={str(file)!r})" in shown
+    step, args = build_step.build(jaxoverlap.pod_mesh("h100-sxm:1x4", {"tp": 4}))
+    followed = jaxoverlap.overlap(step, plan=file).lower(*args).plan
+    assert followed.edits == Plan.read(file).edits and followed.rings
+
+
+@needs_plugin
+@pods
+def test_a_report_is_printed_even_where_its_files_cannot_be_written(tmp_path: Path, monkeypatch):
+    def full(path: object, text: str) -> None:
+        raise OSError(28, "No space left on device", str(path))
+
+    monkeypatch.setattr("jaxoverlap.simulation.report.svg.write_atomically", full)
+    svg = ("--svg", str(tmp_path / "a.svg"))
+    shown = run("simulate", "tests.support.build_step:whole", *POD, *svg, code=4)  # by `full`
+    assert "on h100-sxm:1x4: step " in shown and "No space left" in shown
+
+
+@needs_plugin
+@pods
 def test_explain_says_no_where_nothing_is_to_hide():
     shown = run("explain", "tests.support.build_step:whole", *POD, code=1)
     assert "0 ringed" in shown
@@ -160,6 +186,20 @@ def test_simulate_prints():
 
 @needs_plugin
 @pods
+def test_simulate_names_the_meshes_that_are_faster():
+    step = ("simulate", "tests.support.build_step:gathered_over_tp", "--pod", "h100-sxm:1x4")
+    shown = run(*step, "--mesh", "data=1,tp=4", "--meshes").splitlines()[-1]
+    named = re.findall(r"(data=\d tp=\d) [\d.]+ ms", shown)
+    assert named == ["data=4 tp=1", "data=2 tp=2", "data=1 tp=4"] and "(estimated)" in shown
+    shown = run(*step, "--mesh", "data=4,tp=1", "--meshes").splitlines()[-1]
+    assert shown.startswith(
+        "no other mesh is faster for the step as it is (estimated): data=4 tp=1"
+    )
+    assert len(run_json(*step, "--mesh", "data=4,tp=1", "--meshes")["meshes"]) == 3
+
+
+@needs_plugin
+@pods
 def test_processes_of_a_host_are_said_by_an_option_or_after_a_slash():
     shown = run("explain", "tests.support.build_step", *POD, "--processes-per-host", "4")
     assert "The cluster is taken to be h100-sxm:1x4/4 (hosts x GPUs / processes a host)" in shown
@@ -196,6 +236,23 @@ def test_processes_of_a_host_are_said_by_an_option_or_after_a_slash():
         (
             ("explain", "tests.support.build_step", "--pod", "h100-sxm:1x4"),
             "Missing option '--mesh'",
+        ),
+        (("explain",), "Missing:\n  step: MODULE:FUNCTION"),
+        (("explain", "x"), "Missing:\n  --pod: The GPUs, as in h100-sxm:8x8"),
+        (("explain", "x"), "\n  --mesh: The mesh's axes"),
+        (
+            ("explain", "x", "--pod", "gcp-a3-mega", "--mesh", "data=8"),
+            "machines have h100-sxm: write their chip, hosts and GPUs per host, as in --pod h100-sxm:8x8",
+        ),
+        (
+            ("configure", "llama2-7b", "--pod", "aws-p5:2x8", "--global-batch", "8"),
+            "--pod h100-sxm:2x8",
+        ),
+        (("explain", "x", "--pod", "v5p:8x8", "--mesh", "data=8"), "TPUs are not supported"),
+        (("explain", "x", *POD, "--plan", "/no/such/folder/p.json"), "there is no folder"),
+        (
+            ("configure", "llama2-7b", "--pod", "h100-sxm:1x8", "--picture", "/no/such/x.svg"),
+            "there is no folder",
         ),
         (("audit", "tests.support.build_step", *POD, "--at-least", "2"), "--at-least"),
         (("explain", "x", *POD, "--processes-per-host", "3"), "3 processes on a host of 4 GPUs"),

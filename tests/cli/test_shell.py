@@ -24,6 +24,8 @@ from jaxoverlap.cli.doctor import installed, plugins
 from jaxoverlap.cli.forms import written
 from jaxoverlap.cli.shell.errors import MEANINGS, report
 from jaxoverlap.flags import preset
+from jaxoverlap.plan.plan import Plan
+from tests.support import build_step
 from tests.support.command import python, run, run_json
 from tests.support.pods import needs_plugin
 from tests.support.seeds import some
@@ -271,6 +273,38 @@ def test_ctrl_c_ends_a_tuning_and_its_children(child: str, tmp_path: Path):
     assert "interrupted" in stderr and "Traceback" not in stderr
     assert not [child for child in children if _runs(child)]
     assert not (tmp_path / "p.json").exists()
+
+
+@needs_plugin
+@pytest.mark.pods
+def test_ctrl_c_leaves_the_best_plan_so_far(tmp_path: Path):
+    out = tmp_path / "p.json"
+    target = ("tests.support.build_step", *POD)
+    where = ("--cache", str(tmp_path / "cache"), "--out", str(out))
+    command = [sys.executable, "-m", "jaxoverlap", "tune", *target, *where]
+    with subprocess.Popen(
+        command,
+        stderr=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        env=ENVIRONMENT,
+        cwd=ROOT,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+    ) as tuning:
+        try:
+            began = time.monotonic()
+            while not out.exists():
+                assert tuning.poll() is None and time.monotonic() - began < 900
+                time.sleep(0.02)
+            tuning.send_signal(signal.SIGINT)
+            printed, _ = tuning.communicate(timeout=60)
+        finally:
+            tuning.kill()
+    assert tuning.returncode == 130 and "written to" not in printed
+    plan = Plan.read(out)
+    step, args = build_step.build(jaxoverlap.pod_mesh("h100-sxm:1x4", {"tp": 4}))
+    followed = jaxoverlap.overlap(step, plan=out).lower(*args).plan
+    assert followed is not None and followed.edits == plan.edits
 
 
 _INTERRUPTED_WITH = """

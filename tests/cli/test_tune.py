@@ -89,7 +89,7 @@ class TestPods:
         assert again.stderr.strip() == f"tuning for{table}"
         assert len(progress) == 1, "it says at once what it begins with"
         first, *tried = progress[0].splitlines()
-        assert first == " 0 s, after the original step and overlap()'s own choice are compiled"
+        assert first == " 0 s; the original step and overlap()'s own choice take what they need"
         assert [line.partition(": ")[2].partition(";")[0] for line in tried if line] == [
             "plain",
             "rules",
@@ -281,6 +281,21 @@ def test_what_only_one_plan_says_differs():
     assert differing["nccl", "NCCL_MAX_NCHANNELS"].a is None
     assert differing["predicted", "step_s"].b == 0.7575
     assert differing["nccl", "all_reduce 0 to 9 bytes, any GPUs on any hosts"].b is None
+
+
+def test_plans_of_different_steps_are_said_to_be_and_not_listed_matmul_by_matmul(
+    file: str, tmp_path: Path
+):
+    made_for = msgspec.structs.replace(FULL.made_for, step="6a" * 32, arguments=("float32[4]",))
+    another = msgspec.structs.replace(other(), entries=FULL.entries[:2], made_for=made_for)
+    another.write(tmp_path / "other.json")
+    shown = run("plan", "diff", file, str(tmp_path / "other.json"), code=1)
+    first = shown.splitlines()[0]
+    assert first.startswith("The plans are for different steps: train_step on data 2 x model 8, 6 ")
+    assert "; train_step on data 2 x model 8, 2 matmuls. Their matmuls and edits" in first
+    parts = {(d.part, d.name) for d in differences(FULL, another)}
+    assert ("made for", "step") in parts and ("predicted", "step_s") in parts
+    assert not [one for one in parts if one[0] in ("matmul", "edit") or "arguments" in one[1]]
 
 
 def test_as_a_process(tmp_path: Path):

@@ -159,7 +159,8 @@ class Runner:
                 text=True, check=False,
             )  # fmt: skip
             if not matches(shown, done.stdout):
-                return f"$ {command}\nshown:\n{shown}\nprinted:\n{done.stdout}{done.stderr[-2000:]}"
+                printed = done.stdout or done.stderr[-2000:]  # stderr has a line for each stage
+                return f"$ {command}\nshown:\n{shown}\nprinted:\n{printed}"
         return ""
 
     def _sh(self, block: Block) -> str:

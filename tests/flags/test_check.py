@@ -47,6 +47,18 @@ def test_a_dead_flag_says_until_when_and_what_instead():
     assert "xla_gpu_enable_command_buffer" in finding.note
 
 
+@pytest.mark.parametrize(
+    ("typed", "meant"),
+    [
+        ("xla_gpu_enable_latency_hiding_schedular", "xla_gpu_enable_latency_hiding_scheduler"),
+        ("xla_gpu_autotune_lvl", "xla_gpu_autotune_level"),
+    ],
+)
+def test_an_unknown_flag_is_told_the_near_one_whether_that_is_set_or_not(typed, meant):
+    (finding,) = check(f"--{typed}=1")
+    assert finding.status == "rejected" and f"did you mean {meant}" in finding.note
+
+
 def test_our_own_presets_do_what_they_say():
     # "default" where a version has by itself what a preset wants
     lines = dict.fromkeys(p.xla_flags for p in PRESETS.values())

@@ -7,8 +7,12 @@ import pytest
 from hypothesis import given, settings
 
 from jaxoverlap._util.text import human_bytes, table
+from jaxoverlap.plan.decisions import NO_RINGS
+from jaxoverlap.plan.evaluation import Evaluation
 from jaxoverlap.plan.plan import Plan, Reason, Remaining, Skip, Variant
 from jaxoverlap.plan.price import Price
+from jaxoverlap.plan.table import remaining_lines, skipped_table
+from jaxoverlap.plan.trail import Proposed
 from tests.support.plans import ALSO_IDLE, IDLE, ODD, OPAQUE, OUT, PLAN, QKV, _plans, _variants
 
 # -- data ---------------------------------------------------------------------------------------
@@ -88,7 +92,8 @@ def rows(plan: Plan, *, verbose: bool = False) -> dict[int, str]:
 def test_a_plan_opens_with_its_verdict():
     text = str(PLAN)
     assert text.startswith(
-        "train_step on data 2 x model 8: 2 of 6 matmuls become rings; the gain is not known\n"
+        "train_step on data 2 x model 8: 2 of 6 matmuls become rings by rule; "
+        "without prices the gain is not known, and may be a loss\n"
     )
     price = Price(
         plain_s=0.7407,
@@ -97,7 +102,10 @@ def test_a_plan_opens_with_its_verdict():
         saved_s={"layouts": 0.268, "halves": 0.0132},
     )
     gains = msgspec.structs.replace(PLAN, price=price)
-    assert gains.verdict == ("740.7 ms -> 459.5 ms, 1.61 x (estimated): layouts 268, halves 13.2")
+    took = "740.7 ms -> 459.5 ms (estimated)"
+    assert gains.verdict == f"{took}: saved by layouts 268, halves 13.2"
+    mixed = msgspec.structs.replace(price, saved_s={"layouts": 0.268, "gathers": -0.000645})
+    assert mixed.verdict == f"{took}: saved by layouts 268; lost to gathers 0.645"
     bare = Price(plain_s=0.0594, plain_exposed_s=0.0022, step_s=0.0594)
     nothing = msgspec.structs.replace(PLAN, price=bare)
     assert nothing.verdict == "2.2 of 59.4 ms are exposed: at most 1.04 x to gain (estimated)"
@@ -299,3 +307,51 @@ def test_slices_are_whole_and_positive(slices):
         Variant("one_way", slices)
     with pytest.raises(msgspec.ValidationError):
         msgspec.convert({"style": "one_way", "slices": slices}, Variant)
+
+
+def skipped(site: int, line: int, reason: Reason = NO_RINGS) -> Skip:
+    return Skip(site=site, source=f"gpt.py:{line}", einsum="ab,bc->ac", runs=2, why=reason)
+
+
+def test_matmuls_that_are_skipped_for_one_reason_are_one_row():
+    few = [skipped(site, 80 + site) for site in range(5)]
+    other = skipped(5, 99, Reason("not ringed", "its chunks take 9 µs"))
+    (shown,) = skipped_table([*few, other, skipped(6, 99, other.why)], verbose=False)
+    rows = [line for line in shown.splitlines() if "not ringed" in line]
+    assert len(rows) == 2
+    assert "gpt.py:80, gpt.py:81, gpt.py:82, 2 more" in rows[0] and " 10 " in rows[0]
+    (every,) = skipped_table(few, verbose=True)
+    assert every.count("not ringed") == 5
+
+
+def test_a_plan_without_rings_says_what_they_take_by_the_same_estimate():
+    price = Price(plain_s=0.3, plain_exposed_s=0.1, step_s=0.2407, saved_s={"halves": 0.06})
+    rings = [
+        Proposed(
+            stage="rings", edits="3 MakeRing", evaluation=Evaluation(step_s=s), why_not="slower"
+        )
+        for s in (0.2618, 0.29)
+    ]
+    refused = Proposed(
+        stage="rings", edits="9 MakeRing", evaluation=Evaluation(step_s=0.1, refusal="too large"), why_not="too large"
+    )  # fmt: skip
+    plan = msgspec.structs.replace(
+        PLAN, entries=(skipped(0, 80), skipped(1, 81)), price=price, trail=(*rings, refused)
+    )
+    assert "not ringed: rings: 261.8 ms, none: 240.7 ms (estimated), so none" in plan.text()
+    assert "this plan has no rings" not in plan.text()
+    unknown = msgspec.structs.replace(plan, trail=())
+    assert "not ringed: this plan has no rings" in unknown.text()
+
+
+def test_the_largest_collectives_come_first():
+    few = [
+        Remaining(kind="all_reduce", axes=("data",), source="gpt.py:1", runs=1, bytes_moved=size)
+        for size in (5, 900, 70)
+    ]
+    (shown,) = remaining_lines(few, verbose=True)
+    assert [line.split()[-2] for line in shown.splitlines() if "gpt.py" in line] == [
+        "900",
+        "70",
+        "5",
+    ]

@@ -31,7 +31,7 @@ MESH = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Auto,))
 
 
 def leaves(value: Any) -> list[np.ndarray]:
-    return [np.asarray(leaf) for leaf in jax.tree.leaves(value)]
+    return [np.asarray(leaf) for leaf in jax.tree.leaves(value) if hasattr(leaf, "dtype")]
 
 
 def until_decided(step: Any, run: Any) -> int:

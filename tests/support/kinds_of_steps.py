@@ -9,6 +9,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import optax
+import pytest
 from flax import linen, nnx
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -56,6 +57,19 @@ def with_partial(mesh: Mesh) -> Built:
     return functools.partial(step), args
 
 
+class _Trainer:
+    @functools.partial(jax.jit, static_argnums=0, donate_argnums=1)
+    def step(self, w: jax.Array, x: jax.Array) -> tuple[jax.Array, jax.Array]:
+        loss, gradient = jax.value_and_grad(lambda w: _loss(x @ w))(w)
+        return w - 0.1 * gradient, loss
+
+
+def with_method(mesh: Mesh) -> Built:
+    """A jitted method of a trainer."""
+    values = jnp.ones((SIZE, SIZE)), jnp.ones((SIZE, SIZE))
+    return _Trainer().step, _sharded(mesh, values)
+
+
 def with_nnx(mesh: Mesh) -> Built:
     """A step of `nnx.jit` that changes a module and its optimizer."""
 
@@ -85,12 +99,36 @@ def with_linen(mesh: Mesh) -> Built:
     return step, _sharded(mesh, (module.init(jax.random.key(0), x), x))
 
 
+def with_equinox(mesh: Mesh) -> Built:
+    """A step of equinox's `filter_jit` that returns its module and its optimizer's state."""
+    eqx = pytest.importorskip("equinox", reason="equinox is not installed (the dev extra)")
+    optimizer = optax.adam(0.1)
+
+    @eqx.filter_jit
+    def step(model: Any, state: Any, x: jax.Array) -> tuple[Any, Any, jax.Array]:
+        def loss_of(model: Any) -> jax.Array:
+            return _loss(model.activation(x @ model.linear.weight))
+
+        loss, gradients = eqx.filter_value_and_grad(loss_of)(model)
+        updates, state = optimizer.update(gradients, state, eqx.filter(model, eqx.is_array))
+        return eqx.apply_updates(model, updates), state, loss
+
+    class Model(eqx.Module):
+        linear: Any
+        activation: Callable[..., Any]  # a leaf that is no array
+
+    linear = eqx.nn.Linear(SIZE, SIZE, use_bias=False, key=jax.random.key(0))
+    model = Model(linear, jax.nn.relu)
+    state = optimizer.init(eqx.filter(model, eqx.is_array))
+    arrays, others = eqx.partition((model, state, jnp.ones((SIZE, SIZE))), eqx.is_array)
+    return step, eqx.combine(_sharded(mesh, arrays), others)
+
+
 class FilterJit:
-    """Stands in for equinox's `filter_jit`: it jits what is an array, and closes over the rest."""
+    """Stands in for a library whose jit is not known: a class with a `lower` of its own."""
 
     def __init__(self, fn: Callable[..., Any]):
-        self._fn = fn
-        self._jitted = jax.jit(fn, static_argnums=2)
+        self._jitted = jax.jit(fn)
 
     def __call__(self, *args: Any) -> Any:
         return self._jitted(*args)
@@ -99,15 +137,11 @@ class FilterJit:
         return self._jitted.lower(*args)
 
 
-def with_filter_jit(mesh: Mesh) -> Built:
-    """A step as equinox jits it."""
-
-    def step(w: jax.Array, x: jax.Array, activation: Callable[..., Any]) -> Any:
-        loss, gradient = jax.value_and_grad(lambda w: _loss(activation(x @ w)))(w)
-        return w - 0.1 * gradient, loss
-
-    values = jnp.ones((SIZE, SIZE)), jnp.ones((SIZE, SIZE))
-    return FilterJit(step), (*_sharded(mesh, values), jax.nn.relu)
-
-
-SUPPORTED = {"jit": with_jit, "partial": with_partial, "nnx": with_nnx, "linen": with_linen}
+SUPPORTED = {
+    "jit": with_jit,
+    "partial": with_partial,
+    "method": with_method,
+    "nnx": with_nnx,
+    "linen": with_linen,
+    "equinox": with_equinox,
+}

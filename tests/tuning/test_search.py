@@ -168,6 +168,17 @@ def test_moves_that_help_are_put_together(tmp_path):
     assert best.seconds == 13.0 and searcher.complete
 
 
+def test_the_best_so_far_is_told_whenever_it_is_another(tmp_path):
+    so_far = list[Candidate]()
+    step = Step({1: WAYS | {"two_way": 1.0}, 2: WAYS | {"sliced x 2": 2.0}})
+    searcher = search(step, tmp_path)
+    searcher.so_far = so_far.append
+    best = searcher.run()
+    assert so_far[0].stage in (PLAIN, RULES) and so_far[-1].stage == best.stage
+    seconds = [one.seconds for one in so_far]
+    assert len(so_far) > 1 and seconds == sorted(seconds, reverse=True)
+
+
 def test_one_ring_is_tried_in_each_way_at_most_once(tmp_path):
     step = Step({site: WAYS for site in range(1, 6)})
     searcher = search(step, tmp_path)

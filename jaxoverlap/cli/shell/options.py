@@ -9,6 +9,7 @@ from typing import Annotated
 
 import typer
 
+from jaxoverlap.hardware.chips import KNOWN
 from jaxoverlap.hardware.cluster import parse_cluster
 
 _STEP_HELP = (
@@ -45,6 +46,7 @@ def checked(step: str, pod: str, axes: str, processes: int | None = None) -> str
         ValueError: if the pod or the mesh does not parse, they do not go together, or a target's
             file is missing.
     """
+    refuse_preset(pod)
     pod = with_processes(pod, processes)
     parse_cluster(pod)
     parse_axes(axes)
@@ -52,6 +54,25 @@ def checked(step: str, pod: str, axes: str, processes: int | None = None) -> str
     if is_file(file):
         _check_file(file)
     return pod
+
+
+def refuse_preset(pod: str) -> None:
+    """Refuse the name of a preset of flags, which says no number of hosts, as a pod.
+
+    Raises:
+        ValueError: if it is one; it names the preset's chip.
+    """
+    name, _, size = pod.partition(":")
+    if any(chip.startswith(name) for chip in KNOWN):
+        return
+    from jaxoverlap.flags import PRESETS  # needs JAX, which mistakes about chips do not wait for
+
+    if name in PRESETS:
+        chip = PRESETS[name].chip
+        raise ValueError(
+            f"--pod {pod}: {name} is a preset of flags. Its machines have {chip}: write their "
+            f"chip, hosts and GPUs per host, as in --pod {chip}:{size or '8x8'}"
+        )
 
 
 def is_file(named: str) -> bool:

@@ -88,22 +88,6 @@ def _tables_fit() -> Iterator[None]:
         yield
 
 
-@contextlib.contextmanager
-def working(what: str) -> Iterator[None]:
-    """Show a task and its elapsed time on stderr, if that is a terminal."""
-    if not sys.stderr.isatty():
-        yield
-        return
-    from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
-
-    # A descriptor of its own: stderr itself is filtered while XLA tries candidates.
-    with os.fdopen(os.dup(2), "w") as terminal:
-        columns = (SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
-        with Progress(*columns, console=Console(file=terminal), transient=True) as shown:
-            shown.add_task(what, total=None)
-            yield
-
-
 def say(text: str) -> None:
     """Print text as it is."""
     sys.stdout.write(f"{text}\n")

@@ -16,6 +16,7 @@ from typing import Any
 import jax
 from jax.sharding import AxisType, Mesh
 
+from jaxoverlap._jax.jit_wrappers import arguments_reach, find_jit, jitted_alone
 from jaxoverlap.api import Overlapped, overlap
 from jaxoverlap.cli.shell.options import is_file, parse_axes
 from jaxoverlap.hardware.pods import compiler_options, pod_mesh
@@ -51,8 +52,9 @@ class Target:
                 "--plain: the target returns an overlapped step; let it return the step as it was "
                 "before overlap(), so that both can be compiled"
             )
-        step: Any = self.step if hasattr(self.step, "lower") else jax.jit(self.step)
-        return step.lower(*self.args).compile(compiler_options=compiler_options())
+        wrapped = find_jit(self.step) or jitted_alone(self.step)
+        lowered = arguments_reach(wrapped, wrapped.jitted.lower, self.args, {})
+        return lowered.compile(compiler_options=compiler_options())
 
 
 def target(step: str, pod: str, axes: str) -> Target:
