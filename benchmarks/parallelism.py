@@ -31,7 +31,7 @@ from jaxoverlap.cost.find import cost_model, cost_or_data_sheet
 from jaxoverlap.cost.model import CostModel
 from jaxoverlap.hardware.cluster import Link, parse_cluster
 from jaxoverlap.parallelism.configuration import Configuration
-from jaxoverlap.parallelism.iteration_time import IterationTime, StepTerms
+from jaxoverlap.parallelism.iteration_time import IterationTime
 from jaxoverlap.parallelism.memory import memory
 from jaxoverlap.parallelism.model import Transformer
 from jaxoverlap.parallelism.placement import place
@@ -46,6 +46,7 @@ from jaxoverlap.parallelism.search import (
     values_of,
 )
 from jaxoverlap.parallelism.stack import JAX, MEGATRON, Stack
+from jaxoverlap.parallelism.terms import StepTerms
 
 VTRAIN = Path("../shared/data/vtrain_multi_node.csv")
 _HDR = Link("4 HDR NICs a host", 12.5e9, 18e-6)  # vTrain's cluster: 800 Gb/s for eight GPUs

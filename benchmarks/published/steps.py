@@ -24,13 +24,14 @@ from jaxoverlap._util.text import table
 from jaxoverlap.cost.find import cost_model
 from jaxoverlap.cost.model import CostModel
 from jaxoverlap.parallelism.configuration import Configuration
-from jaxoverlap.parallelism.iteration_time import IterationTime, StepTerms
+from jaxoverlap.parallelism.iteration_time import IterationTime
 from jaxoverlap.parallelism.model import Transformer
 from jaxoverlap.parallelism.placement import place
 from jaxoverlap.parallelism.published.bands import Band, Kind
 from jaxoverlap.parallelism.published.models import named_model
 from jaxoverlap.parallelism.recompute import canonical
 from jaxoverlap.parallelism.stack import Stack
+from jaxoverlap.parallelism.terms import StepTerms
 
 FILE = Path("../shared/data/published/steps.csv")
 _CHIPS = {

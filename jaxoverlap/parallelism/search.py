@@ -20,13 +20,10 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from jaxoverlap.hardware.cluster import Cluster
+from jaxoverlap.parallelism.bounds import LowerBounds
 from jaxoverlap.parallelism.configuration import AXES, Configuration
-from jaxoverlap.parallelism.iteration_time import (
-    IterationTime,
-    StepTerms,
-    kernels_of,
-    with_recompute,
-)
+from jaxoverlap.parallelism.iteration_time import IterationTime
+from jaxoverlap.parallelism.keys import kernels_of, with_recompute
 from jaxoverlap.parallelism.memory import (
     Kept,
     Memory,
@@ -39,6 +36,7 @@ from jaxoverlap.parallelism.model import ELEMENT, Transformer
 from jaxoverlap.parallelism.placement import Placement, densest, placements
 from jaxoverlap.parallelism.recompute import POLICIES, VALUES, canonical
 from jaxoverlap.parallelism.stack import Stack
+from jaxoverlap.parallelism.terms import StepTerms
 
 _FULLEST = 0.95  # of the allocator's pool: beyond that fragmentation decides, which is not counted
 _SEQUENCES = 16  # of a micro-batch, for which choices of recompute are compared
@@ -301,7 +299,7 @@ class _Walk:
         self.waiting = list[tuple[float, int, int, Configuration, Memory | None]]()
         self.best = list[tuple[float, int, Scored]]()  # a heap, slowest first
         self.smallest: tuple[Configuration, Memory] | None = None
-        self._domain = cluster.gpus_per_nvlink_domain
+        self.bounds = LowerBounds(times)
         self._overlap = space.overlap and times.stack.overlaps
         self._menu = functools.cache(self._menu_uncached)
         self._least_s = functools.cache(self._least_uncached)
@@ -322,7 +320,7 @@ class _Walk:
                 break
             if stage == _SPLIT:
                 for one, memory in self.fitting(config):
-                    self.add(self.times.bound_s(one, self._domain), _FITTING, one, memory)
+                    self.add(self.bounds.step_s(one), _FITTING, one, memory)
             elif stage == _FITTING:
                 closer_s = self.times.terms(config, densest(config, self.cluster)).step_s
                 self.add(closer_s, _PLACED, config, needs)
@@ -370,7 +368,7 @@ class _Walk:
 
     def bound_s(self, split: Configuration) -> float:
         """Return a lower bound of a split's seconds, with any recompute and placement."""
-        return self.times.bound_s(split, self._domain, self._least_s(kernels_of(split)))
+        return self.bounds.step_s(split, self._least_s(kernels_of(split)))
 
     def _least_uncached(self, key: Configuration) -> float:
         """Return the least seconds of a layer with any choice of recompute.
@@ -378,12 +376,13 @@ class _Walk:
         None sends as little as no recompute at all.
         """
         none = with_recompute(key, "none")
-        bound_s = self.times.bound_of_layer_s(none, self._domain, self._overlap)
+        bound_s = self.bounds.layer_s(none, self._overlap)
         unbeaten, choices = self._choices(key)
         fastest = (recompute for _, recompute in choices[:_FASTEST])
-        kernels_s = [self.times.kernels_s(with_recompute(key, r)) for r in fastest]
-        kernels_s += [] if unbeaten is None else [self.times.kernels_s(none)]
-        return bound_s - self.times.kernels_s(none) + min(kernels_s)
+        uncast_s = self.times.kernels.uncast_s
+        kernels_s = [uncast_s(with_recompute(key, r)) for r in fastest]
+        kernels_s += [] if unbeaten is None else [uncast_s(none)]
+        return bound_s - uncast_s(none) + min(kernels_s)
 
     def _choices(self, key: Configuration) -> tuple[Choice | None, tuple[Choice, ...]]:
         """Return none, if it is a choice, and the others, fastest first, of `kernels_of`.
@@ -399,7 +398,7 @@ class _Walk:
         choices = (canonical(only),) if only else (*every, "none", "full")
         tokens = _tokens(self.model, key)
         none, kept = None, list[Choice]()
-        for _, size, recompute in sorted(set(self.times.cost_of_choices(key, choices))):
+        for _, size, recompute in sorted(set(self.bounds.cost_of_choices(key, choices))):
             choice = size / tokens, recompute
             if recompute == "none" and not only:
                 none = choice

@@ -120,8 +120,10 @@ def test_the_first_gather_and_the_last_scatter_are_exposed():
     )
     placement = place(config, cluster)
     layer = [s for s in traffic.of_layer(model, config, MEGATRON) if s.term == "fsdp"]
-    gather, _, scatter = (form._sent_s(s, placement) for s in layer)
-    tables = [form._sent_s(s, placement, pieces=1) for s in traffic.of_tables(model, config, JAX)]
+    gather, _, scatter = (form.sends.sent_s(s, placement) for s in layer)
+    tables = [
+        form.sends.sent_s(s, placement, pieces=1) for s in traffic.of_tables(model, config, JAX)
+    ]
     exposed_s = gather + scatter + sum(tables)
     assert form.terms(config, placement).fsdp == pytest.approx(exposed_s)
     paid_s = 0.5 * model.layers * (2 * gather + scatter)

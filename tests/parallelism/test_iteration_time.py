@@ -11,6 +11,7 @@ from benchmarks.published.recipes import FRONTIER, SCALING, megatron_flops
 from jaxoverlap.cost.find import cost_or_data_sheet
 from jaxoverlap.hardware.cluster import parse_cluster
 from jaxoverlap.parallelism import picture, traffic, work
+from jaxoverlap.parallelism.bounds import LowerBounds
 from jaxoverlap.parallelism.configuration import Configuration
 from jaxoverlap.parallelism.iteration_time import IterationTime
 from jaxoverlap.parallelism.model import Transformer
@@ -165,7 +166,7 @@ def test_terms_add_up():
     of = Configuration(data=2, fsdp=4, model=8)
     terms = times.terms(of, place(of, cluster))
     assert terms.step_s == pytest.approx(sum(terms.by_term.values()))
-    assert times.bound_s(of, cluster.gpus_per_nvlink_domain) <= terms.step_s
+    assert LowerBounds(times).step_s(of) <= terms.step_s
 
 
 def test_megatrons_published_steps_from_the_chips_tables_alone():
