@@ -49,7 +49,10 @@ from jaxoverlap.parallelism.stack import JAX, MEGATRON, Stack
 from jaxoverlap.parallelism.terms import StepTerms
 
 VTRAIN = Path("../shared/data/vtrain_multi_node.csv")
-_HDR = Link("4 HDR NICs a host", 12.5e9, 18e-6)  # vTrain's cluster: 800 Gb/s for eight GPUs
+# vTrain's cluster: 800 Gb/s for eight GPUs, two of which share a NIC, behind two AMD sockets. NCCL
+# counts 16 GB/s between them each way (AMD_BW in src/graph/topo.h). That it was older than 2.12 is
+# an assumption: gradient sums over two or four GPUs of a host call for it.
+_HDR = Link("4 HDR NICs a host", 12.5e9, 18e-6, between_sockets_bytes_per_s=2 * 16e9)
 
 console = Console(width=160)
 app = frame.app()
@@ -295,12 +298,13 @@ def frontier_memory() -> str:
 
 # -- large runs -----------------------------------------------------------------------------------
 
+# Its gradients are summed as they come, in 32 bits; the cost of contention is JAX's.
 _MODERN = replace(
     MEGATRON, name="Megatron, fused attention", fused_attention=True, causal=True, dropout=False,
-    gradient_passes=3,
+    gradient_passes=3, hides_data=True, hidden_cost=JAX.hidden_cost,
 )  # fmt: skip
 _LLAMA_405B = Configuration(
-    data=64, pipeline=16, model=8, interleave=8, sequence_parallel=True, zero_stage=1,
+    data=64, pipeline=16, model=8, interleave=8, sequence_parallel=True, zero_stage=2,
     recompute="none",
 )  # fmt: skip
 _BLOOM = Transformer(

@@ -74,7 +74,7 @@ class LowerBounds:
         group = Group(fsdp, min(-(-fsdp * model // self._domain), fsdp))
         sends = traffic.of_weights(self.model, config)
         sent_s = sum(s.count * self.times.sends.in_group_s(s, group) for s in sends)
-        return min(self.stack.hidden_cost, 1.0) * sent_s
+        return min(self.stack.unhidden + self.stack.hidden_cost, 1.0) * sent_s
 
     # -- choices of recompute ---------------------------------------------------------------------
 

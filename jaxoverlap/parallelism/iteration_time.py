@@ -8,15 +8,14 @@ are reconstructions, each from how that parallelism works).
 from __future__ import annotations
 
 from jaxoverlap.cost.model import CostModel
-from jaxoverlap.parallelism import traffic
 from jaxoverlap.parallelism.configuration import Configuration
 from jaxoverlap.parallelism.kernel_time import KernelTime
 from jaxoverlap.parallelism.model import Transformer
 from jaxoverlap.parallelism.placement import Placement
 from jaxoverlap.parallelism.send_time import SendTime
 from jaxoverlap.parallelism.stack import Stack
+from jaxoverlap.parallelism.sum_time import SumTime
 from jaxoverlap.parallelism.terms import StepTerms
-from jaxoverlap.parallelism.traffic import Sent
 
 
 class IterationTime:
@@ -34,6 +33,7 @@ class IterationTime:
         self.global_batch = global_batch
         self.kernels = KernelTime(model, cost, stack, global_batch=global_batch)
         self.sends = SendTime(self.kernels)
+        self.sums = SumTime(self.sends)
 
     def terms(self, config: Configuration, placement: Placement) -> StepTerms:
         """Return a configuration's seconds by term.
@@ -57,8 +57,8 @@ class IterationTime:
         bubble_s = (config.pipeline - 1) * middle.step_s / config.interleave
         return slowest * micro_batches + StepTerms(
             bubble=bubble_s,
-            data=self._data_s(config, placement, slowest),
-            pipeline=self._table_s(config, placement),
+            data=self.sums.data_s(config, placement, slowest),
+            pipeline=self.sums.table_s(config, placement),
             optimizer=kernels.optimizer_s(config),
         )
 
@@ -68,28 +68,3 @@ class IterationTime:
             most = config.interleave * max(config.chunk_layers(self.model))
             return most, most
         return config.stage_layers(self.model), config.stage_layers(self.model, config.pipeline - 1)
-
-    def _data_s(self, config: Configuration, placement: Placement, slowest: StepTerms) -> float:
-        """Seconds that sums of gradients add, if backward passes hide them; at least one layer's.
-
-        The last micro-batch's backward pass hides them; with ZeRO-2, which sums every micro-batch,
-        every one's does. The first layer's sum, `seconds / layers`, always follows the kernels.
-        """
-        sums = [s for s in self._of_step(config) if s.term == "data"]
-        seconds = sum(s.count * self.sends.sent_s(s, placement) for s in sums)
-        micro_batches = config.micro_batches(self.global_batch)
-        layers = config.stage_layers(self.model)
-        if not self.stack.hides_data or (self.stack.lockstep and micro_batches > 1):
-            return seconds
-        passes = micro_batches if config.zero_stage == 2 else 1
-        hidden_s = passes * slowest.compute * 2 / 3 * (layers - 1) / layers
-        return max(self.sends.paid_s(seconds, hidden_s), seconds / layers)
-
-    def _of_step(self, config: Configuration) -> list[Sent]:
-        return traffic.of_step(
-            self.model, config, self.stack, config.micro_batches(self.global_batch)
-        )
-
-    def _table_s(self, config: Configuration, placement: Placement) -> float:
-        sums = [s for s in self._of_step(config) if s.term == "pipeline"]
-        return sum(self.sends.sent_s(s, placement) for s in sums)

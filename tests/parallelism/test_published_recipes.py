@@ -41,7 +41,7 @@ def test_maxtexts_recipes_are_within_three_hundredths_of_the_first_choice(
     recipe = jaxoverlap.configure(model, pod, **ask, axes=fixed, recompute=policy).fastest
     assert recipe.configuration.recompute == canonical(policy)
     assert recipe.step_s <= 1.03 * first.step_s
-    assert recipe.step_s == pytest.approx(measured_s, rel=0.12)
+    assert recipe.step_s == pytest.approx(measured_s, rel=0.15)
 
 
 def test_the_library_is_compared_with_the_published_options():
