@@ -43,7 +43,6 @@ from jaxoverlap.parallelism.search import (
     menu,
     search,
     splits,
-    values_of,
 )
 from jaxoverlap.parallelism.stack import JAX, MEGATRON, Stack
 from jaxoverlap.parallelism.terms import StepTerms
@@ -388,7 +387,7 @@ def brute_force(model: Transformer, pod: str, batch: int, stack: Stack) -> float
     budget, best_s = memory_budget(cluster, stack), np.inf
     for split in splits(model, cluster, batch, Space(axes={}), stack):
         for zero_stage in (0, *stack.zero_stages):
-            for recompute in menu(stack, values_of(model)):
+            for recompute in menu(stack, model):
                 config = replace(split, zero_stage=zero_stage, recompute=recompute)
                 if config.illegal(model, batch, stack):
                     continue

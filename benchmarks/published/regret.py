@@ -73,7 +73,7 @@ class Asked:
         model, recipe = named_model(self.model, sequence=self.sequence), self.recipe
         stack = replace(self.stack, matmul_dtype=self.dtype)
         values = values_of(model)
-        kept = {saved_by(choice) & values for choice in menu(stack, values)}
+        kept = {saved_by(choice) & values for choice in menu(stack, model)}
         for outside, why in (
             (recipe.illegal(model, self.global_batch, stack), ""),
             (recipe.offload, "layers are offloaded"),

@@ -356,9 +356,9 @@ def _fitted(fields: dict[str, str]) -> bool:
 
     That is all of a software but for: other sizes, hosts and fp8 of llm-foundry; fp8 of NeMo;
     meshes of torchtitan with tensor parallelism; AxLearn; other rows of Megatron-Bridge than those
-    of experts in containers from 26.06 on, and those that called for `Stack.tensor_exposed`
-    (Llama3-70B on H100s), `Stack.expert_factor`, and `Stack.expert_launch_s` (Qwen3 30B-A3B on
-    B200s).
+    of experts in containers from 26.06 on, those of Llama3-405B on GB200s, which set that chip's
+    matmuls, and those that called for `Stack.tensor_exposed` (Llama3-70B on H100s),
+    `Stack.expert_factor`, and `Stack.expert_launch_s` (Qwen3 30B-A3B on B200s).
     """
     framework, model = fields["framework"], fields["model"]
     bf16 = _DTYPES[fields["precision"].lower()] == "bf16"
@@ -370,6 +370,7 @@ def _fitted(fields: dict[str, str]) -> bool:
         return _500W in fields["chip"] and "tp" not in fields["mesh"]
     if framework == "Megatron-Bridge":
         dense = model == "LLAMA3_70B" and fields["chip"] == "H100" and fields["gpus"] == "64"
+        dense = dense or (model == "LLAMA3.1_405B" and fields["chip"] == "GB200")
         launches = model == "Qwen3_30B_a3B" and fields["chip"] == "B200"
         chip, dtype = _chip(fields), _DTYPES[fields["precision"].lower()]
         later = is_later(framework, _name(fields), chip, dtype, fields.get("date", ""))

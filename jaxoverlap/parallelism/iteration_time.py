@@ -44,11 +44,12 @@ class IterationTime:
         micro_batches = config.micro_batches(self.global_batch)
         kernels, sends = self.kernels, self.sends
         layer = kernels.layer(config) + sends.of_layer(config, placement)
+        waited_s, filling_s = sends.between_stages_s(config, placement)
         once = StepTerms(
             compute=kernels.added_s(config),
             offload=config.offload * kernels.offload_s(config),
             fsdp=sends.of_ends_s(config, placement),
-            pipeline=sends.between_stages_s(config, placement),
+            pipeline=config.interleave * waited_s,
         )
         middle_layers, last_layers = self.stage_layers(config)
         middle = layer * middle_layers + once
@@ -58,7 +59,8 @@ class IterationTime:
         return slowest * micro_batches + StepTerms(
             bubble=bubble_s,
             data=self.sums.data_s(config, placement, slowest),
-            pipeline=self.sums.table_s(config, placement),
+            pipeline=self.sums.table_s(config, placement)
+            + (config.pipeline - 1) * (filling_s - waited_s),
             optimizer=kernels.optimizer_s(config),
         )
 

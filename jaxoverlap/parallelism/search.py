@@ -189,14 +189,21 @@ def interleavings(model: Transformer, pipeline: int) -> list[int]:
 Choice = tuple[float, str]  # bytes that a layer keeps of a token; recompute
 
 
+def menu(stack: Stack, model: Transformer) -> tuple[str, ...]:
+    """Return every choice of recompute that a training software has for a model, each once."""
+    groups = stack.recomputes + (stack.recomputes_experts if model.experts else ())
+    groups += stack.recomputes_latent if model.kv_rank else ()
+    return _menu(groups, values_of(model))
+
+
 @functools.cache
-def menu(stack: Stack, values: frozenset[str]) -> tuple[str, ...]:
-    """Return every choice of recompute of a training software, each once.
+def _menu(named: tuple[tuple[str, ...], ...], values: frozenset[str]) -> tuple[str, ...]:
+    """Return every choice of recompute of these groups.
 
     Args:
         values: those that a model's layers have; of others nothing is said but by a policy's name.
     """
-    groups = [part for group in stack.recomputes if (part := frozenset(group) & values)]
+    groups = [part for group in named if (part := frozenset(group) & values)]
     every = itertools.product((False, True), repeat=len(groups))
     found = dict[frozenset[str], str]()
     for name, saved in POLICIES.items():
@@ -394,7 +401,7 @@ class _Walk:
 
     def _menu_uncached(self, like: Configuration) -> tuple[Choice | None, tuple[Choice, ...]]:
         key, only = kernels_of(like), self.space.recompute
-        every = menu(self.times.stack, values_of(self.model))
+        every = menu(self.times.stack, self.model)
         choices = (canonical(only),) if only else (*every, "none", "full")
         tokens = _tokens(self.model, key)
         none, kept = None, list[Choice]()

@@ -124,10 +124,19 @@ class SendTime:
             )
         return seconds
 
-    def between_stages_s(self, config: Configuration, placement: Placement) -> float:
-        """Seconds of a micro-batch's sends between stages, forward and backward."""
+    def between_stages_s(self, config: Configuration, placement: Placement) -> tuple[float, float]:
+        """Return the seconds of a chunk's sends between stages, forward and backward.
+
+        They are those that it waits for in the middle of a step, and those of its ends, where the
+        pipeline fills and drains and nothing hides them.
+        """
         sends = traffic.of_stage(self.model, config, self.stack)
-        return config.interleave * sum(self.sent_s(s, placement) for s in sends)
+        sent_s = sum(self.sent_s(s, placement) for s in sends)
+        if not self.stack.overlaps_stages or config.interleave == 1:
+            return sent_s, sent_s
+        chunk_s = self.kernels.layer(config).step_s * max(config.chunk_layers(self.model))
+        cost = self.stack.hidden_cost * max(self.crowding(s, placement) for s in sends)
+        return exposed_s(sent_s, chunk_s, cost), sent_s
 
     def _of_layer_uncached(self, config: Configuration, placement: Placement) -> StepTerms:
         seconds = dict[str, float]()
@@ -140,7 +149,7 @@ class SendTime:
         if "expert" in seconds:
             seconds["expert"] *= self.stack.expert_exposed
         if "model" in seconds and self.stack.tensor_exposed is not None:
-            seconds["model"] *= self.stack.tensor_exposed
+            seconds["model"] *= 1.0 if self._queues_apart(config) else self.stack.tensor_exposed
         elif "model" in seconds and self._hides(config):
             plain_s = seconds["model"]
             rings_s = self._rings_s(config, placement)
@@ -172,6 +181,11 @@ class SendTime:
         which `jaxoverlap.overlap` does not reach.
         """
         return config.overlap and not (self.stack.lockstep and config.pipeline > 1)
+
+    def _queues_apart(self, config: Configuration) -> bool:
+        """Return whether FSDP takes the setting away that hides tensor collectives."""
+        old = self.kernels.cost.cluster.chip.compute_capability < (10, 0)
+        return self.stack.one_queue and old and config.fsdp > 1
 
     def _gathers_ahead(self, config: Configuration) -> bool:
         """Return whether FSDP's gathers run under the layer before."""

@@ -33,6 +33,13 @@ class Stack:
             automatic axes have no partial sums that wait for the last one.
         gathers_tables: whether embedding and head gather their table over the tensor axis too, and
             split tokens over it, where Megatron splits rows of the table.
+        overlaps_stages: whether sends between interleaved stages run under the next chunk's kernels
+            (Megatron's overlap_p2p_comm).
+        fsdp_dtypes: dtypes of matmuls with which it shards weights or gradients (FSDP, ZeRO-2).
+        fsdp_in_pipelines: whether it shards weights or gradients in a pipeline too.
+        one_queue: whether, before Blackwell, its FSDP and its hidden tensor parallelism ask for
+            different numbers of CUDA's queues (CUDA_DEVICE_MAX_CONNECTIONS), so that beside FSDP
+            tensor collectives are counted as exposed.
         even_shards: whether only shards of equal size are possible, as of jax.Arrays.
         zero_stages: the stages of ZeRO that it has.
         gathers_matrices: whether FSDP moves each matrix of a layer by itself, as XLA does, and not
@@ -46,6 +53,8 @@ class Stack:
         overlaps: whether `jaxoverlap.overlap` hides its steps' collectives.
         recomputes: values of a layer that are computed again, or are not, together
             (`recompute.VALUES`); any of these groups, or the whole layer.
+        recomputes_experts, recomputes_latent: more of these groups where a model has experts, and
+            where its attention is latent.
         keeps_anyway: values that are kept though they are computed again: Megatron runs attention
             again for what its kernel keeps, and keeps its result.
         skips_unread: whether the backward pass leaves out what it does not read: of a layer that is
@@ -114,6 +123,10 @@ class Stack:
     lockstep: bool = False
     sums_every_micro_batch: tuple[str, ...] = ()
     gathers_tables: bool = False
+    overlaps_stages: bool = False
+    fsdp_dtypes: tuple[str, ...] = ("bf16", "fp8", "mxfp8", "nvfp4")
+    fsdp_in_pipelines: bool = True
+    one_queue: bool = False
     even_shards: bool = False
     zero_stages: tuple[int, ...] = (1, 2)
     gathers_matrices: bool = False
@@ -122,6 +135,8 @@ class Stack:
     tensor_exposed: float | None = None
     overlaps: bool = False
     recomputes: tuple[tuple[str, ...], ...] = (("attention",),)
+    recomputes_experts: tuple[tuple[str, ...], ...] = ()
+    recomputes_latent: tuple[tuple[str, ...], ...] = ()
     keeps_anyway: tuple[str, ...] = ()
     skips_unread: bool = False
     experts_on_model: bool = False
