@@ -44,6 +44,7 @@ class LowerBounds:
         if layer_s is None:
             layer_s = self.layer_s(kernels_of(config), config.overlap)
         layer_s += self._least_fsdp_s(config) + sum(kernels.casts_s(config))
+        layer_s = max(layer_s, kernels.launched_s)
         middle, last = self.times.stage_layers(config)
         slowest_s = max(layer_s * middle, layer_s * last + kernels.head(config).step_s)
         bubble_s = (config.pipeline - 1) * layer_s * middle / config.interleave

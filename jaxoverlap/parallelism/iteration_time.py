@@ -44,6 +44,8 @@ class IterationTime:
         micro_batches = config.micro_batches(self.global_batch)
         kernels, sends = self.kernels, self.sends
         layer = kernels.layer(config) + sends.of_layer(config, placement)
+        # A layer takes at least as long as the host launches it; what is sent meanwhile is in that.
+        layer += StepTerms(compute=max(kernels.launched_s - layer.step_s, 0.0))
         waited_s, filling_s = sends.between_stages_s(config, placement)
         once = StepTerms(
             compute=kernels.added_s(config),

@@ -54,6 +54,13 @@ class KernelTime:
         times = again + (self.stack.lockstep and config.pipeline > 1)
         return kernels + StepTerms(compute=forward_s + backward_s, recompute=times * forward_s)
 
+    @functools.cached_property
+    def launched_s(self) -> float:
+        """Seconds that the host takes to launch a layer's kernels, where that is counted."""
+        experts = sum(count for count, kind in self.model.kinds if kind.experts)
+        casts = self.stack.narrow_launches if self.stack.matmul_dtype != "bf16" else 1.0
+        return casts * self.stack.expert_launch_s * experts / self.model.layers
+
     def forward_s(self, config: Configuration) -> float:
         """Seconds of a layer's forward pass, the mean of its kinds."""
         return self._forward_cached(unrecomputed(config)) + self.casts_s(config)[0]
@@ -102,11 +109,7 @@ class KernelTime:
             # A scan copies residuals into stacked ones, and out of them: four more passes.
             stacked_s = self._work_s(work.Work(memory_bytes=4 * self.kept_bytes(config)))
         kernels_s = forward_s + self._backward_cached(unrecomputed(config))
-        # A layer with experts takes at least as long as the host launches its kernels.
-        experts = sum(count for count, kind in self.model.kinds if kind.experts)
-        launched_s = self.stack.expert_launch_s * experts / self.model.layers
-        compute_s = max(kernels_s + stacked_s, launched_s - again_s)
-        return StepTerms(compute=compute_s, recompute=again_s)
+        return StepTerms(compute=kernels_s + stacked_s, recompute=again_s)
 
     def _again_s(self, config: Configuration) -> float:
         """Return the seconds of the kernels that a layer's backward pass runs again."""

@@ -83,8 +83,9 @@ class Stack:
             kernels do not hide.
         expert_factor: seconds of experts' matmuls, over those of one matmul of as many rows: they
             are grouped, and their loads uneven.
-        expert_launch_s: seconds that the host takes to launch the kernels of a layer with experts,
-            forward and backward: small micro-batches take no less.
+        expert_launch_s: seconds that the host takes to launch a layer with experts, forward and
+            backward, in bf16: small micro-batches take no less.
+        narrow_launches: launches in narrower dtypes, whose casts are kernels too, over bf16's.
         permutes: how often a token's copy for each of its experts is read and written as it is
             sorted by expert and back, forward; as often backward.
         capacity: slots of experts over the tokens that choose them: what is computed and sent.
@@ -154,6 +155,7 @@ class Stack:
     expert_exposed: float = 1.0
     expert_factor: float = 1.0
     expert_launch_s: float = 0.0
+    narrow_launches: float = 1.0
     permutes: int = 0
     capacity: float = 1.0
     dispatch_group: int = 0
