@@ -180,6 +180,8 @@ def step_of(fields: dict[str, str]) -> Step:
         raise NotDescribedError(f"no stack of {fields['framework']}")
     if _TO_EACH_EXPERT in fields["mesh"] or fields["framework"] == "NeMo/Megatron":
         stack = replace(stack, sends_once=False)
+    if _recipe(fields).a2a_overlap:
+        stack = replace(stack, expert_exposed=0.0)
     if _UNFUSED in fields["notes"]:
         stack = replace(stack, fused_attention=False)
     model, config = _model(fields), _configuration(fields)
@@ -234,14 +236,17 @@ class Published(NamedTuple):
     Attributes:
         recompute: as `Configuration` takes it.
         offload: layers whose activations wait in host memory.
+        a2a_overlap: whether another micro-batch's kernels hide the sends to experts.
     """
 
     recompute: str = "none"
     offload: int = 0
+    a2a_overlap: bool = False
 
 
 # NVIDIA-NeMo/Megatron-Bridge, scripts/performance/configs, *_workload_base_configs.py: by model,
-# chips and dtypes, the first that matches. Those of NeMo, which came before, are taken to be alike.
+# with words of its mesh, chips and dtypes, the first that matches. Those of NeMo, which came
+# before, are taken to be alike.
 _RECIPES: tuple[tuple[str, str, str, Published], ...] = (
     ("gpt-oss-120b", "GB200 B200 H100", "bf16", Published("layernorm+moe_act")),
     ("gpt-oss-120b", "B200 H100", "fp8 mxfp8", Published("layernorm+moe_act")),
@@ -249,6 +254,7 @@ _RECIPES: tuple[tuple[str, str, str, Published], ...] = (
     ("llama3-70b", "GB300", "fp8", Published(offload=20)),
     ("llama3-70b", "GB300", "bf16", Published(offload=30)),
     ("llama3-70b", "GB200", "bf16", Published(offload=20)),
+    ("deepseek-v3 vp2", "B200", "mxfp8", Published("mla_up_proj+mlp", a2a_overlap=True)),
     ("deepseek-v3", "GB300 B300 B200", "mxfp8 fp8 bf16", Published("mla_up_proj")),
     ("deepseek-v3", "GB200", "bf16", Published("mla_up_proj")),
     ("deepseek-v3", "GB200", "mxfp8 fp8", Published("mlp")),
@@ -267,7 +273,9 @@ def _recipe(fields: dict[str, str]) -> Published:
     dtype = _DTYPES[fields["precision"].lower()]
     fsdp = "fsdp" in fields["mesh"]  # activations are offloaded by recipes with Megatron's FSDP
     for model, chips, dtypes, published in _RECIPES:
-        if model == name and chip in chips.split() and dtype in dtypes.split():
+        of, *words = model.split()
+        here = of == name and all(word in fields["mesh"].split() for word in words)
+        if here and chip in chips.split() and dtype in dtypes.split():
             return published if fsdp or not published.offload else Published()
     return Published()
 

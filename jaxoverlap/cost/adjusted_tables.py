@@ -45,6 +45,7 @@ _MATMULS_IN_A_STEP = {
 # them, which a step counts apart; on B200s a large one reaches 0.7 of this.
 _NARROW = {"fp8": (2.0, 1.0)}
 _NARROW_ON_BLACKWELL = _NARROW | {"mxfp8": (2.0, 1 + 1 / 32), "nvfp4": (4.0, 1 / 2 + 1 / 16)}
+_NARROW_ON_ULTRA = _NARROW_ON_BLACKWELL | {"nvfp4": (6.0, 1 / 2 + 1 / 16)}  # 13.5 of 2.25 PFLOP/s
 
 
 def with_steps_matmuls(chip: Chip, tables: ChipTables) -> ChipTables:
@@ -54,6 +55,7 @@ def with_steps_matmuls(chip: Chip, tables: ChipTables) -> ChipTables:
     matmuls = {"bf16": replace(bf16, flops_per_s=flops_per_s)}
     if "fp8" in tables.matmuls:
         narrow = _NARROW_ON_BLACKWELL if chip.compute_capability >= (10, 0) else _NARROW
+        narrow = _NARROW_ON_ULTRA if chip.compute_capability >= (10, 3) else narrow
         matmuls |= {
             dtype: replace(bf16, flops_per_s=rate * flops_per_s, element_bytes=size)
             for dtype, (rate, size) in narrow.items()

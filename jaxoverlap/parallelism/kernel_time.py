@@ -34,6 +34,7 @@ class KernelTime:
         self._forward_cached = functools.cache(self._forward_uncached)
         self._backward_cached = functools.cache(self._backward_uncached)
         self._again_by_value_s = functools.cache(self._again_uncached)
+        self._uncast_s = functools.cache(lambda key: self._kernels(key).step_s)
         self._head = functools.cache(self._head_uncached)
         self._passes = functools.cache(self._passes_uncached)
         self._values = functools.cache(self._values_uncached)
@@ -82,7 +83,7 @@ class KernelTime:
         Args:
             key: what `kernels_of` gives.
         """
-        return self._kernels(key).step_s
+        return self._uncast_s(key)
 
     def passes(self, config: Configuration) -> tuple[tuple[float, work.Pass], ...]:
         """Return the passes of each kind of layer, and its share of the layers."""

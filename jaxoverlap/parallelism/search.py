@@ -9,7 +9,6 @@ placement; last in all its placements.
 from __future__ import annotations
 
 import bisect
-import copy
 import functools
 import heapq
 import itertools
@@ -169,8 +168,9 @@ def _sized(
         if not config.illegal(model, global_batch, stack):
             for size in micro_batches:
                 if interleave == 1 or here // size % config.pipeline == 0:
-                    sized = copy.copy(config)  # a fifth of the time of replace(), which checks
-                    object.__setattr__(sized, "micro_batch", size)
+                    # A twentieth of the time of replace(), which checks again.
+                    sized = object.__new__(Configuration)
+                    sized.__dict__.update(config.__dict__, micro_batch=size)
                     if least_bytes(model, sized, stack, global_batch) > budget:
                         break
                     yield sized

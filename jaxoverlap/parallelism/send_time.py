@@ -146,8 +146,9 @@ class SendTime:
         for sent in sends:
             sent_s = sent.count * self.sent_s(sent, placement)
             seconds[sent.term] = seconds.get(sent.term, 0.0) + sent_s
-        if "expert" in seconds:
-            seconds["expert"] *= self.stack.expert_exposed
+        if "expert" in seconds and self.stack.expert_exposed < 1.0:
+            beside_s = seconds["expert"] - self.kernels.layer(config).step_s
+            seconds["expert"] = max(self.stack.expert_exposed * seconds["expert"], beside_s)
         if "model" in seconds and self.stack.tensor_exposed is not None:
             seconds["model"] *= 1.0 if self._queues_apart(config) else self.stack.tensor_exposed
         elif "model" in seconds and self._hides(config):

@@ -79,8 +79,8 @@ class Stack:
         sends_once: whether a token goes to each host once, and on one host to each device once,
             whatever the number of its experts there (DeepEP, HybridEP); False: a copy for each
             expert.
-        expert_exposed: share of the sends to experts that stays exposed: what another micro-batch's
-            kernels do not hide.
+        expert_exposed: share of the sends to experts that stays exposed, at least; 1: all. Another
+            micro-batch's kernels hide the rest, if they take as long.
         expert_factor: seconds of experts' matmuls, over those of one matmul of as many rows: they
             are grouped, and their loads uneven.
         expert_launch_s: seconds that the host takes to launch a layer with experts, forward and
