@@ -135,10 +135,13 @@ def test_experts_over_tensor_and_data_are_in_the_space():
     assert whole and whole[0].configuration.expert_ways == 32
 
 
-def test_a_slow_network_gets_advice_for_fsdp_too():
-    found = jaxoverlap.configure("llama2-7b", "a100-sxm-80:8x8@100", global_batch=256)
+@pytest.mark.parametrize(("axes", "term"), [({}, "data"), ({"fsdp": [64], "data": [1]}, "fsdp")])
+def test_a_slow_network_gets_advice_for_fsdp_too(axes, term):
+    found = jaxoverlap.configure(
+        "llama2-7b", "a100-sxm-80:8x8@50", global_batch=256, axes=axes, keep=1
+    )
     line = next(line for line in found.tools if "on the network" in line)
-    assert line.startswith("fsdp") and "local updates" in line and "compress" in line
+    assert line.startswith(term) and "local updates" in line and "compress" in line
 
 
 def test_a_reader_parses_or_refuses_by_name():
