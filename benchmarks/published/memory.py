@@ -100,7 +100,7 @@ def by_run() -> str:
             )
         )
     columns = ("run", "configuration", "counted GB", "published GB", "ratio")
-    return table("Memory of published runs", columns, rows, right=columns[2:], width=160)
+    return table("Memory of published runs", columns, rows, right=columns[2:], width=166)
 
 
 def does_not_fit(steps: Iterable[Step]) -> list[tuple[Step, float]]:
