@@ -79,7 +79,7 @@ def test_sums_are_in_the_dtype_of_the_matmuls_unless_they_were_added_up():
     assert once == pytest.approx(2 * 2 * params * 15 / 16, rel=0.01)
 
 
-def test_without_a_profile_xla_hides_no_sums():
+def test_without_a_profile_xla_hides_few_sums():
     with_profile, without = (terms(HSDP, stack).data for stack in (MAXTEXT, JAX_LHS))
     assert without > 10 * with_profile
 
