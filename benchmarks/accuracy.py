@@ -5,6 +5,7 @@ python -m benchmarks.accuracy --steps FILE           # predict every step of a f
 python -m benchmarks.accuracy --collectives FILE     # the curves of a file of NCCL's points
 python -m benchmarks.accuracy --page                 # benchmarks/results/published_steps.md
 python -m benchmarks.accuracy --bands                # writes parallelism/published/bands.json
+python -m benchmarks.accuracy --regret               # published recipes against `configure`
 
 The errors of the fits come first, then published values, each next to its prediction. Where a point
 had part in a fit, its table or the constant's comment says so. Arithmetic only: no GPU, no compile,
@@ -23,7 +24,7 @@ import numpy as np
 
 from benchmarks import lagom
 from benchmarks.chip_tables import xla_perf_table
-from benchmarks.published import collectives, memory, steps
+from benchmarks.published import collectives, memory, regret, steps
 from jaxoverlap._util.text import human_bytes, table
 from jaxoverlap.calibrate import fit
 from jaxoverlap.cost import tables as measured
@@ -46,7 +47,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--collectives", type=Path, help="a file with the columns of nccl.csv")
     parser.add_argument("--page", action="store_true", help="each published step, as Markdown")
     parser.add_argument("--bands", action="store_true", help="write the package's bands.json")
+    parser.add_argument("--regret", action="store_true", help="published recipes, asked again")
     options = parser.parse_args(arguments)
+    if options.regret:
+        print(regret.by_question())
     if options.collectives:
         print(collectives.by_curve(options.collectives))
     if options.steps:

@@ -31,7 +31,7 @@ from jaxoverlap.cost.find import cost_model, cost_or_data_sheet
 from jaxoverlap.cost.model import CostModel
 from jaxoverlap.hardware.cluster import Link, parse_cluster
 from jaxoverlap.parallelism.configuration import Configuration
-from jaxoverlap.parallelism.iteration_time import IterationTime, StepTerms
+from jaxoverlap.parallelism.iteration_time import IterationTime
 from jaxoverlap.parallelism.memory import memory
 from jaxoverlap.parallelism.model import Transformer
 from jaxoverlap.parallelism.placement import place
@@ -43,12 +43,15 @@ from jaxoverlap.parallelism.search import (
     menu,
     search,
     splits,
-    values_of,
 )
 from jaxoverlap.parallelism.stack import JAX, MEGATRON, Stack
+from jaxoverlap.parallelism.terms import StepTerms
 
 VTRAIN = Path("../shared/data/vtrain_multi_node.csv")
-_HDR = Link("4 HDR NICs a host", 12.5e9, 18e-6)  # vTrain's cluster: 800 Gb/s for eight GPUs
+# vTrain's cluster: 800 Gb/s for eight GPUs, two of which share a NIC, behind two AMD sockets. NCCL
+# counts 16 GB/s between them each way (AMD_BW in src/graph/topo.h). That it was older than 2.12 is
+# an assumption: gradient sums over two or four GPUs of a host call for it.
+_HDR = Link("4 HDR NICs a host", 12.5e9, 18e-6, between_sockets_bytes_per_s=2 * 16e9)
 
 console = Console(width=160)
 app = frame.app()
@@ -294,12 +297,13 @@ def frontier_memory() -> str:
 
 # -- large runs -----------------------------------------------------------------------------------
 
+# Its gradients are summed as they come, in 32 bits; the cost of contention is JAX's.
 _MODERN = replace(
     MEGATRON, name="Megatron, fused attention", fused_attention=True, causal=True, dropout=False,
-    gradient_passes=3,
+    gradient_passes=3, hides_data=True, hidden_cost=JAX.hidden_cost,
 )  # fmt: skip
 _LLAMA_405B = Configuration(
-    data=64, pipeline=16, model=8, interleave=8, sequence_parallel=True, zero_stage=1,
+    data=64, pipeline=16, model=8, interleave=8, sequence_parallel=True, zero_stage=2,
     recompute="none",
 )  # fmt: skip
 _BLOOM = Transformer(
@@ -383,7 +387,7 @@ def brute_force(model: Transformer, pod: str, batch: int, stack: Stack) -> float
     budget, best_s = memory_budget(cluster, stack), np.inf
     for split in splits(model, cluster, batch, Space(axes={}), stack):
         for zero_stage in (0, *stack.zero_stages):
-            for recompute in menu(stack, values_of(model)):
+            for recompute in menu(stack, model):
                 config = replace(split, zero_stage=zero_stage, recompute=recompute)
                 if config.illegal(model, batch, stack):
                     continue

@@ -36,8 +36,12 @@ _FOUNDRY = Stack(
     logit_bytes=4,  # flash-attn's fused cross-entropy, in place
     reserve=1.1,
 )
-FOUNDRY_H100 = replace(_FOUNDRY, memory_factor=2.0, attention_factor=3.0, hidden_cost=0.9)
-FOUNDRY_A100 = replace(_FOUNDRY, memory_factor=1.35, attention_factor=1.5, hidden_cost=1.2)
+FOUNDRY_H100 = replace(
+    _FOUNDRY, memory_factor=2.0, attention_factor=3.0, hidden_cost=0.2, unhidden=0.7
+)
+FOUNDRY_A100 = replace(
+    _FOUNDRY, memory_factor=1.35, attention_factor=1.5, hidden_cost=0.2, unhidden=1.0
+)
 
 
 # Containers of Megatron-Bridge whose recipes have a later stack, where models have experts: by a

@@ -28,15 +28,16 @@ def with_memory_of(chip: Chip, tables: ChipTables) -> ChipTables:
 # How many times longer the operations of bf16 matmuls take in a step than in the loops that the
 # tables were measured by; launches and bytes, which small matmuls are bound by, stay as they are.
 # H100s draw their power limit for seconds (fitted, `benchmarks.published.steps`); torchtitan's of
-# 500 W: fitted to its steps. Blackwell: as the H100, an assumption; Blackwell Ultra, which may draw
-# a sixth more: none, another. A100s keep their clocks: llm-foundry's and Megatron's published steps
+# 500 W: fitted to its steps. GB200: fitted to Megatron-Bridge's Llama3-405B in three dtypes; its
+# Llama3-70B asks for as much. B200: as the H100, an assumption; Blackwell Ultra, which may draw a
+# sixth more: none, another. A100s keep their clocks: llm-foundry's and Megatron's published steps
 # give 0.95 to 1.0.
 _MATMULS_IN_A_STEP = {
     "h100-sxm": 1.10,
     "h200": 1.10,
     "h100-sxm-500w": 1.55,
     "b200": 1.10,
-    "gb200": 1.10,
+    "gb200": 1.20,
 }
 # Narrow dtypes: operations per second over those in bf16, as in all data sheets, and bytes of an
 # element with its scale. The rows of fp8 matmuls are no measure of a step: on H100s, H200s and
@@ -44,6 +45,7 @@ _MATMULS_IN_A_STEP = {
 # them, which a step counts apart; on B200s a large one reaches 0.7 of this.
 _NARROW = {"fp8": (2.0, 1.0)}
 _NARROW_ON_BLACKWELL = _NARROW | {"mxfp8": (2.0, 1 + 1 / 32), "nvfp4": (4.0, 1 / 2 + 1 / 16)}
+_NARROW_ON_ULTRA = _NARROW_ON_BLACKWELL | {"nvfp4": (6.0, 1 / 2 + 1 / 16)}  # 13.5 of 2.25 PFLOP/s
 
 
 def with_steps_matmuls(chip: Chip, tables: ChipTables) -> ChipTables:
@@ -53,6 +55,7 @@ def with_steps_matmuls(chip: Chip, tables: ChipTables) -> ChipTables:
     matmuls = {"bf16": replace(bf16, flops_per_s=flops_per_s)}
     if "fp8" in tables.matmuls:
         narrow = _NARROW_ON_BLACKWELL if chip.compute_capability >= (10, 0) else _NARROW
+        narrow = _NARROW_ON_ULTRA if chip.compute_capability >= (10, 3) else narrow
         matmuls |= {
             dtype: replace(bf16, flops_per_s=rate * flops_per_s, element_bytes=size)
             for dtype, (rate, size) in narrow.items()

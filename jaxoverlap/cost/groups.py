@@ -91,7 +91,7 @@ def groups_of(mesh: Mesh, cluster: Cluster | None) -> dict[str, Group]:
 
 # SMs that a collective must take for its traffic to be in a kernel's way as much as it can be: what
 # NCCL takes for a large collective. Copy engines take none, and TE's userbuffers one.
-_CROWDING_SMS = 16
+CROWDING_SMS = 16
 
 
 def compute_factor(waves: float, beside: Share, chip: Chip) -> float:
@@ -107,7 +107,7 @@ def compute_factor(waves: float, beside: Share, chip: Chip) -> float:
         beside: what the collectives take.
         chip: whose memory both share.
     """
-    crowding = min(beside.sms / _CROWDING_SMS, 1.0)
+    crowding = min(beside.sms / CROWDING_SMS, 1.0)
     busy = min(beside.memory_bytes_per_s / chip.memory_bandwidth_bytes_per_s, 1.0)
     return waves * (1.0 + crowding * busy)
 

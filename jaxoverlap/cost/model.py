@@ -247,7 +247,11 @@ class CostModel:
             seconds = between.collectives.seconds(kind, bytes_moved, group.size)
         else:
             spread = nccl.Spread(
-                group.size, group.domains, self._nvlink_rate(kind), self.cluster.network
+                group.size,
+                group.domains,
+                self._nvlink_rate(kind),
+                self.cluster.network,
+                self.cluster.gpus_per_nvlink_domain,
             )
             seconds = nccl.collective_s(kind, bytes_moved, spread)
         if channels is None:

@@ -90,12 +90,14 @@ class Spread:
         domains: NVLink domains.
         nvlink_bytes_per_s: what each device can send inside its domain, as measured.
         network: the link between domains. Each GPU has a NIC of its own (rails).
+        gpus: GPUs of a domain.
     """
 
     size: int
     domains: int
     nvlink_bytes_per_s: float
     network: Link
+    gpus: int = 8
 
     @property
     def here(self) -> int:
@@ -114,8 +116,15 @@ class Spread:
 
     @property
     def ring_bytes_per_s(self) -> float:
-        """Return a device's rate in a ring, which crosses between domains on all NICs at once."""
-        return min(self.nvlink_bytes_per_s, self.here * self.nic_bytes_per_s)
+        """Return a device's rate in a ring, which crosses between domains on all NICs at once.
+
+        A host's groups share its NICs evenly, and the way between its sockets where they need it.
+        """
+        rate = min(self.nvlink_bytes_per_s, self.here * self.nic_bytes_per_s)
+        between = self.network.between_sockets_bytes_per_s
+        if between is None or self.here in (1, self.gpus):
+            return rate
+        return min(rate, between * self.here / self.gpus)
 
     def rate(self, protocol: int) -> float:
         """Return a device's rate in a ring by protocol LL (0), LL128 (1) or Simple (2)."""

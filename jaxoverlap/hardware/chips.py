@@ -29,12 +29,16 @@ class Link:
         latency_s: Seconds of one transfer, however few its bytes: its start and the first byte's
             way.
         simple_only: Whether NCCL's plugin for this network allows its Simple protocol alone.
+        between_sockets_bytes_per_s: What a host's GPUs together send between its sockets, where
+            rings over some of them have to: those that come in by one GPU's NIC and go out by
+            another's (NCCL before 2.12, which had no PXN); None: NVLink brings them to the NIC.
     """
 
     name: str
     bandwidth_bytes_per_s: float
     latency_s: float
     simple_only: bool = False
+    between_sockets_bytes_per_s: float | None = None
 
     def __post_init__(self) -> None:
         if not self.bandwidth_bytes_per_s > 0 or not self.latency_s >= 0:

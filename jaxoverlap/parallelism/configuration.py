@@ -183,12 +183,22 @@ class Configuration:
 
     def _rules_of(self, stack: Stack, model: Transformer) -> Iterator[tuple[bool, str]]:
         """Yield what a software stack cannot combine: whether it is the case, and in words."""
-        if not stack.even_shards:
-            return
-        ways = self.fsdp * (self.replicas // self.fsdp if self.zero_stage else 1)
+        dtype, ways = stack.matmul_dtype, self.fsdp
+        ways *= self.replicas // self.fsdp if self.zero_stage else 1
         yield (
-            bool(model.hidden % ways),
+            stack.even_shards and bool(model.hidden % ways),
             f"hidden size {model.hidden} over {ways} shards: {stack.name} has even shards only",
+        )
+        sharded = self.fsdp > 1 or self.zero_stage == 2
+        yield (
+            sharded and self.pipeline > 1 and not stack.fsdp_in_pipelines,
+            f"fsdp={self.fsdp}, ZeRO-{self.zero_stage} with pipeline={self.pipeline}: "
+            f"{stack.name} shards weights and gradients without a pipeline only",
+        )
+        yield (
+            sharded and dtype not in stack.fsdp_dtypes,
+            f"fsdp={self.fsdp}, ZeRO-{self.zero_stage} with {dtype}: {stack.name} shards weights "
+            f"and gradients with {', '.join(stack.fsdp_dtypes)} only",
         )
 
     @property

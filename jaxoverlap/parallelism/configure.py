@@ -15,7 +15,7 @@ from jaxoverlap.cost.groups import Group
 from jaxoverlap.cost.model import CostModel
 from jaxoverlap.hardware.cluster import Cluster, cluster_from
 from jaxoverlap.parallelism.configuration import plain
-from jaxoverlap.parallelism.iteration_time import IterationTime, StepTerms
+from jaxoverlap.parallelism.iteration_time import IterationTime
 from jaxoverlap.parallelism.memory import Memory
 from jaxoverlap.parallelism.model import Transformer
 from jaxoverlap.parallelism.published.bands import band
@@ -30,6 +30,7 @@ from jaxoverlap.parallelism.search import (
     search,
 )
 from jaxoverlap.parallelism.stack import JAX, MAXTEXT, Stack
+from jaxoverlap.parallelism.terms import StepTerms
 
 _MOST_HOSTS = 65536
 _ONE_BY_ONE = 60  # hosts

@@ -9,11 +9,11 @@ import numpy as np
 
 from jaxoverlap.parallelism import traffic
 from jaxoverlap.parallelism.configure import Configurations
-from jaxoverlap.parallelism.iteration_time import StepTerms
 from jaxoverlap.parallelism.model import Transformer
 from jaxoverlap.parallelism.placement import Placement
 from jaxoverlap.parallelism.search import Scored
 from jaxoverlap.parallelism.stack import Stack
+from jaxoverlap.parallelism.terms import StepTerms
 from jaxoverlap.parallelism.traffic import Sent
 from jaxoverlap.plan.collectives import PERMUTE
 

@@ -57,10 +57,17 @@ class Densest(Placement):
 
     def group(self, *axes: str) -> Group:
         """Return the devices of a collective over axes, adjacent but for tensor parallelism."""
-        sizes = dict(zip(self.order, self.sizes, strict=True))
-        members = math.prod(sizes[axis] for axis in axes)
-        stride = 1 if "model" in axes else sizes["model"]
-        return Group(members, min(-(-members * stride // self.domain), members))
+        return _densest(self.order, self.sizes, self.domain, axes)
+
+
+@functools.cache
+def _densest(
+    order: tuple[str, ...], sizes: tuple[int, ...], domain: int, axes: tuple[str, ...]
+) -> Group:
+    by_axis = dict(zip(order, sizes, strict=True))
+    members = math.prod(by_axis[axis] for axis in axes)
+    stride = 1 if "model" in axes else by_axis["model"]
+    return Group(members, min(-(-members * stride // domain), members))
 
 
 @functools.cache  # a search asks for the same few groups again and again

@@ -9,7 +9,6 @@ placement; last in all its placements.
 from __future__ import annotations
 
 import bisect
-import copy
 import functools
 import heapq
 import itertools
@@ -20,13 +19,10 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from jaxoverlap.hardware.cluster import Cluster
+from jaxoverlap.parallelism.bounds import LowerBounds
 from jaxoverlap.parallelism.configuration import AXES, Configuration
-from jaxoverlap.parallelism.iteration_time import (
-    IterationTime,
-    StepTerms,
-    kernels_of,
-    with_recompute,
-)
+from jaxoverlap.parallelism.iteration_time import IterationTime
+from jaxoverlap.parallelism.keys import kernels_of, with_recompute
 from jaxoverlap.parallelism.memory import (
     Kept,
     Memory,
@@ -39,6 +35,7 @@ from jaxoverlap.parallelism.model import ELEMENT, Transformer
 from jaxoverlap.parallelism.placement import Placement, densest, placements
 from jaxoverlap.parallelism.recompute import POLICIES, VALUES, canonical
 from jaxoverlap.parallelism.stack import Stack
+from jaxoverlap.parallelism.terms import StepTerms
 
 _FULLEST = 0.95  # of the allocator's pool: beyond that fragmentation decides, which is not counted
 _SEQUENCES = 16  # of a micro-batch, for which choices of recompute are compared
@@ -171,8 +168,9 @@ def _sized(
         if not config.illegal(model, global_batch, stack):
             for size in micro_batches:
                 if interleave == 1 or here // size % config.pipeline == 0:
-                    sized = copy.copy(config)  # a fifth of the time of replace(), which checks
-                    object.__setattr__(sized, "micro_batch", size)
+                    # A twentieth of the time of replace(), which checks again.
+                    sized = object.__new__(Configuration)
+                    sized.__dict__.update(config.__dict__, micro_batch=size)
                     if least_bytes(model, sized, stack, global_batch) > budget:
                         break
                     yield sized
@@ -191,14 +189,21 @@ def interleavings(model: Transformer, pipeline: int) -> list[int]:
 Choice = tuple[float, str]  # bytes that a layer keeps of a token; recompute
 
 
+def menu(stack: Stack, model: Transformer) -> tuple[str, ...]:
+    """Return every choice of recompute that a training software has for a model, each once."""
+    groups = stack.recomputes + (stack.recomputes_experts if model.experts else ())
+    groups += stack.recomputes_latent if model.kv_rank else ()
+    return _menu(groups, values_of(model))
+
+
 @functools.cache
-def menu(stack: Stack, values: frozenset[str]) -> tuple[str, ...]:
-    """Return every choice of recompute of a training software, each once.
+def _menu(named: tuple[tuple[str, ...], ...], values: frozenset[str]) -> tuple[str, ...]:
+    """Return every choice of recompute of these groups.
 
     Args:
         values: those that a model's layers have; of others nothing is said but by a policy's name.
     """
-    groups = [part for group in stack.recomputes if (part := frozenset(group) & values)]
+    groups = [part for group in named if (part := frozenset(group) & values)]
     every = itertools.product((False, True), repeat=len(groups))
     found = dict[frozenset[str], str]()
     for name, saved in POLICIES.items():
@@ -301,7 +306,7 @@ class _Walk:
         self.waiting = list[tuple[float, int, int, Configuration, Memory | None]]()
         self.best = list[tuple[float, int, Scored]]()  # a heap, slowest first
         self.smallest: tuple[Configuration, Memory] | None = None
-        self._domain = cluster.gpus_per_nvlink_domain
+        self.bounds = LowerBounds(times)
         self._overlap = space.overlap and times.stack.overlaps
         self._menu = functools.cache(self._menu_uncached)
         self._least_s = functools.cache(self._least_uncached)
@@ -322,7 +327,7 @@ class _Walk:
                 break
             if stage == _SPLIT:
                 for one, memory in self.fitting(config):
-                    self.add(self.times.bound_s(one, self._domain), _FITTING, one, memory)
+                    self.add(self.bounds.step_s(one), _FITTING, one, memory)
             elif stage == _FITTING:
                 closer_s = self.times.terms(config, densest(config, self.cluster)).step_s
                 self.add(closer_s, _PLACED, config, needs)
@@ -370,7 +375,7 @@ class _Walk:
 
     def bound_s(self, split: Configuration) -> float:
         """Return a lower bound of a split's seconds, with any recompute and placement."""
-        return self.times.bound_s(split, self._domain, self._least_s(kernels_of(split)))
+        return self.bounds.step_s(split, self._least_s(kernels_of(split)))
 
     def _least_uncached(self, key: Configuration) -> float:
         """Return the least seconds of a layer with any choice of recompute.
@@ -378,12 +383,13 @@ class _Walk:
         None sends as little as no recompute at all.
         """
         none = with_recompute(key, "none")
-        bound_s = self.times.bound_of_layer_s(none, self._domain, self._overlap)
+        bound_s = self.bounds.layer_s(none, self._overlap)
         unbeaten, choices = self._choices(key)
         fastest = (recompute for _, recompute in choices[:_FASTEST])
-        kernels_s = [self.times.kernels_s(with_recompute(key, r)) for r in fastest]
-        kernels_s += [] if unbeaten is None else [self.times.kernels_s(none)]
-        return bound_s - self.times.kernels_s(none) + min(kernels_s)
+        uncast_s = self.times.kernels.uncast_s
+        kernels_s = [uncast_s(with_recompute(key, r)) for r in fastest]
+        kernels_s += [] if unbeaten is None else [uncast_s(none)]
+        return bound_s - uncast_s(none) + min(kernels_s)
 
     def _choices(self, key: Configuration) -> tuple[Choice | None, tuple[Choice, ...]]:
         """Return none, if it is a choice, and the others, fastest first, of `kernels_of`.
@@ -395,11 +401,11 @@ class _Walk:
 
     def _menu_uncached(self, like: Configuration) -> tuple[Choice | None, tuple[Choice, ...]]:
         key, only = kernels_of(like), self.space.recompute
-        every = menu(self.times.stack, values_of(self.model))
+        every = menu(self.times.stack, self.model)
         choices = (canonical(only),) if only else (*every, "none", "full")
         tokens = _tokens(self.model, key)
         none, kept = None, list[Choice]()
-        for _, size, recompute in sorted(set(self.times.cost_of_choices(key, choices))):
+        for _, size, recompute in sorted(set(self.bounds.cost_of_choices(key, choices))):
             choice = size / tokens, recompute
             if recompute == "none" and not only:
                 none = choice

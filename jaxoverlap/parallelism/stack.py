@@ -33,6 +33,13 @@ class Stack:
             automatic axes have no partial sums that wait for the last one.
         gathers_tables: whether embedding and head gather their table over the tensor axis too, and
             split tokens over it, where Megatron splits rows of the table.
+        overlaps_stages: whether sends between interleaved stages run under the next chunk's kernels
+            (Megatron's overlap_p2p_comm).
+        fsdp_dtypes: dtypes of matmuls with which it shards weights or gradients (FSDP, ZeRO-2).
+        fsdp_in_pipelines: whether it shards weights or gradients in a pipeline too.
+        one_queue: whether, before Blackwell, its FSDP and its hidden tensor parallelism ask for
+            different numbers of CUDA's queues (CUDA_DEVICE_MAX_CONNECTIONS), so that beside FSDP
+            tensor collectives are counted as exposed.
         even_shards: whether only shards of equal size are possible, as of jax.Arrays.
         zero_stages: the stages of ZeRO that it has.
         gathers_matrices: whether FSDP moves each matrix of a layer by itself, as XLA does, and not
@@ -46,6 +53,8 @@ class Stack:
         overlaps: whether `jaxoverlap.overlap` hides its steps' collectives.
         recomputes: values of a layer that are computed again, or are not, together
             (`recompute.VALUES`); any of these groups, or the whole layer.
+        recomputes_experts, recomputes_latent: more of these groups where a model has experts, and
+            where its attention is latent.
         keeps_anyway: values that are kept though they are computed again: Megatron runs attention
             again for what its kernel keeps, and keeps its result.
         skips_unread: whether the backward pass leaves out what it does not read: of a layer that is
@@ -58,7 +67,9 @@ class Stack:
         bias_passes: how often a matmul's result is read or written for its bias, forward and
             backward, where the model has biases.
         hidden_cost: seconds that a step takes longer for each second of FSDP's collectives and of
-            sums over data that runs under kernels: contention, and gaps before and behind it.
+            sums over data that runs under kernels: contention, less where NCCL has few channels.
+        unhidden: the same for each of FSDP's seconds, whatever its channels: copies before and
+            behind a collective, or what XLA's schedule leaves exposed, of sums over data too.
         scale_syncs: small all-reduces over all replicas, in a layer and micro-batch, that nothing
             hides: those of the scales of fp8, where each matmul has its own.
         matmul_dtype: dtype of a layer's matmuls, as the cost model names it: "bf16", "fp8", "mxfp8"
@@ -68,12 +79,13 @@ class Stack:
         sends_once: whether a token goes to each host once, and on one host to each device once,
             whatever the number of its experts there (DeepEP, HybridEP); False: a copy for each
             expert.
-        expert_exposed: share of the sends to experts that stays exposed: what another micro-batch's
-            kernels do not hide.
+        expert_exposed: share of the sends to experts that stays exposed, at least; 1: all. Another
+            micro-batch's kernels hide the rest, if they take as long.
         expert_factor: seconds of experts' matmuls, over those of one matmul of as many rows: they
             are grouped, and their loads uneven.
-        expert_launch_s: seconds that the host takes to launch the kernels of a layer with experts,
-            forward and backward: small micro-batches take no less.
+        expert_launch_s: seconds that the host takes to launch a layer with experts, forward and
+            backward, in bf16: small micro-batches take no less.
+        narrow_launches: launches in narrower dtypes, whose casts are kernels too, over bf16's.
         permutes: how often a token's copy for each of its experts is read and written as it is
             sorted by expert and back, forward; as often backward.
         capacity: slots of experts over the tokens that choose them: what is computed and sent.
@@ -112,6 +124,10 @@ class Stack:
     lockstep: bool = False
     sums_every_micro_batch: tuple[str, ...] = ()
     gathers_tables: bool = False
+    overlaps_stages: bool = False
+    fsdp_dtypes: tuple[str, ...] = ("bf16", "fp8", "mxfp8", "nvfp4")
+    fsdp_in_pipelines: bool = True
+    one_queue: bool = False
     even_shards: bool = False
     zero_stages: tuple[int, ...] = (1, 2)
     gathers_matrices: bool = False
@@ -120,6 +136,8 @@ class Stack:
     tensor_exposed: float | None = None
     overlaps: bool = False
     recomputes: tuple[tuple[str, ...], ...] = (("attention",),)
+    recomputes_experts: tuple[tuple[str, ...], ...] = ()
+    recomputes_latent: tuple[tuple[str, ...], ...] = ()
     keeps_anyway: tuple[str, ...] = ()
     skips_unread: bool = False
     experts_on_model: bool = False
@@ -128,6 +146,7 @@ class Stack:
     memory_factor: float = 1.0
     bias_passes: tuple[int, int] = (0, 0)
     hidden_cost: float = 0.0
+    unhidden: float = 0.0
     scale_syncs: int = 0
     matmul_dtype: str = "bf16"
     casts_once: bool = False
@@ -136,6 +155,7 @@ class Stack:
     expert_exposed: float = 1.0
     expert_factor: float = 1.0
     expert_launch_s: float = 0.0
+    narrow_launches: float = 1.0
     permutes: int = 0
     capacity: float = 1.0
     dispatch_group: int = 0

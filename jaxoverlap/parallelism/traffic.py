@@ -190,13 +190,15 @@ def of_step(
     sums over `Stack.sums_every_micro_batch` come as often. A pipeline's tied tables are listed too.
     """
     params = StageParams.largest(model, config, even=stack.lockstep)
-    shard = config.shard_share(model)
-    sent = _gradient_sums(config, stack, params.dense * shard, "dense", micro_batches)
-    sent += _gradient_sums(config, stack, params.experts * shard, "experts", micro_batches)
+    # XLA sums a matmul's result in its dtype; of several micro-batches it sums what it added up.
+    added = stack.lockstep and micro_batches > 1
+    each = config.shard_share(model) * (stack.gradient_bytes if added else stack.reduced_bytes)
+    sent = _gradient_sums(config, stack, params.dense * each, "dense", micro_batches)
+    sent += _gradient_sums(config, stack, params.experts * each, "experts", micro_batches)
     if config.pipeline > 1 and (model.tied or stack.lockstep):
         # The first and the last stage have a copy of a tied table; an SPMD pipeline has parts of
         # all tables on each stage, gathers them, and scatters their gradients.
-        table = stack.reduced_bytes * params.tables * shard
+        table = params.tables * each
         if stack.lockstep:
             sent += [
                 Sent("pipeline", "end", kind, ("pipeline",), table * (config.pipeline - 1))
@@ -208,15 +210,14 @@ def of_step(
 
 
 def _gradient_sums(
-    config: Configuration, stack: Stack, elements: float, part: str, micro_batches: int
+    config: Configuration, stack: Stack, size: float, part: str, micro_batches: int
 ) -> list[Sent]:
-    """List the sums of gradients of so many elements; those of experts differ along `expert`."""
+    """List the sums of so many bytes of gradients; those of experts differ along `expert`."""
     axes = [axis for axis in ("data", "expert", "context") if getattr(config, axis) > 1]
     if part == "experts":
         axes = [axis for axis in axes if axis != "expert"]
-    if not axes or not elements:
+    if not axes or not size:
         return []
-    size = stack.reduced_bytes * elements
 
     def reduce_scatter_bytes(over: tuple[str, ...]) -> float:
         shards = math.prod(getattr(config, axis) for axis in over)

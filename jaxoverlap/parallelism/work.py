@@ -16,7 +16,10 @@ from jaxoverlap.parallelism.parts import Parts
 from jaxoverlap.parallelism.recompute import VALUES
 from jaxoverlap.parallelism.stack import Stack
 
-_FP8_CAST_BYTES = 4  # of an element: 2 read, 1 written, and 1 written transposed
+# Bytes moved to cast an element from 16 bits: 2 read, and it is written twice, once transposed; of
+# nvfp4 it is read once more for the tensor's scale, and again for the transposed copy, which a
+# Hadamard transform precedes (Transformer Engine's recipe NVFP4BlockScaling).
+_CAST_BYTES = {"fp8": 4.0, "mxfp8": 4.0, "nvfp4": 2 + 2 + 2 + 2 * (1 / 2 + 1 / 16)}
 
 
 @dataclass(frozen=True)
@@ -146,8 +149,9 @@ def _fp8_casts(matmuls: tuple[MatmulKernel, ...], stack: Stack) -> tuple[Work, W
     operands = sum(m.batch * m.k * (m.m + (0 if stack.casts_once else m.n)) for m in fp8)
     cotangents = sum(m.batch * m.m * m.n for m in fp8)
     kernels = len(fp8) * (1 if stack.casts_once else 2)
-    forward = Work(memory_bytes=_FP8_CAST_BYTES * operands, kernels=kernels)
-    return forward, Work(memory_bytes=_FP8_CAST_BYTES * cotangents, kernels=len(fp8))
+    each = _CAST_BYTES.get(stack.matmul_dtype, 0.0)
+    forward = Work(memory_bytes=each * operands, kernels=kernels)
+    return forward, Work(memory_bytes=each * cotangents, kernels=len(fp8))
 
 
 def head(model: Transformer, config: Configuration) -> Pass:

@@ -56,12 +56,12 @@ def test_maxtexts_published_scaling(dtype):
 
 @STEPS
 def test_published_steps_on_blackwell():
-    """Dense models in four dtypes: 12% in the mean, none over 25%; no part in a fit."""
+    """Dense models in four dtypes: 8% in the mean, none over 20%; no part in a fit."""
     found = [s for s in steps.read()[0] if not s.fitted and not s.model.experts]
     found = [s for s in found if s.cluster.startswith(("gb", "b"))]
     off = [abs(s.ratio - 1) for s in found]
     assert {s.stack.matmul_dtype for s in found} == {"bf16", "fp8", "mxfp8", "nvfp4"}
-    assert len(off) > 40 and sum(off) / len(off) < 0.09 and max(off) < 0.25
+    assert len(off) > 30 and sum(off) / len(off) < 0.08 and max(off) < 0.20
 
 
 @STEPS
@@ -149,7 +149,7 @@ def test_llama2_7b_by_maxtext_elsewhere(cluster, config, batch, published_s):
     cost = cost_model(cluster)
     times = IterationTime(named_model("llama2-7b"), cost, MAXTEXT, global_batch=batch)
     step_s = times.terms(config, place(config, cost.cluster)).step_s
-    assert step_s == pytest.approx(published_s, rel=0.12)
+    assert step_s == pytest.approx(published_s, rel=0.15)
 
 
 _H100S = {"source": "NVIDIA/dgxc-benchmarking", "chip": "H100-SXM", "overlap": "", "notes": ""}

@@ -3,7 +3,7 @@
 import pytest
 
 import jaxoverlap
-from benchmarks.published import memory, steps
+from benchmarks.published import memory, regret, steps
 from jaxoverlap.parallelism.configuration import AXES, Configuration
 from jaxoverlap.parallelism.published.models import named_model
 from jaxoverlap.parallelism.recompute import POLICIES, VALUES, canonical, saved_by
@@ -41,7 +41,25 @@ def test_maxtexts_recipes_are_within_three_hundredths_of_the_first_choice(
     recipe = jaxoverlap.configure(model, pod, **ask, axes=fixed, recompute=policy).fastest
     assert recipe.configuration.recompute == canonical(policy)
     assert recipe.step_s <= 1.03 * first.step_s
-    assert recipe.step_s == pytest.approx(measured_s, rel=0.12)
+    assert recipe.step_s == pytest.approx(measured_s, rel=0.15)
+
+
+@pytest.mark.parametrize(
+    ("model", "chip", "most"),
+    [
+        ("qwen3-30b-a3b", "h100-sxm", 0.03),
+        ("llama3-405b", "gb200", 0.03),
+        ("llama3-405b", "gb300", 0.04),
+        ("llama3-70b", "gb200", 0.07),
+        ("llama3-8b", "h100-sxm", 0.05),
+    ],
+)
+def test_published_recipes_are_in_the_space_and_near_the_first_choice(model, chip, most):
+    """By 45% for Qwen3, whose launches were counted on top of its sends; 12 and 8% on GB200s."""
+    asked = next(q for q in regret.QUESTIONS if (q.model, q.cluster.split(":")[0]) == (model, chip))
+    answer = asked.answer()
+    assert not asked.outside(answer.recipe.memory)
+    assert -1e-9 < answer.regret < most
 
 
 def test_the_library_is_compared_with_the_published_options():
@@ -71,11 +89,11 @@ def test_no_published_run_is_refused():
 
 @STEPS
 def test_few_published_rows_are_not_described():
-    """All that have a step time, a batch and plain collectives, but for three architectures."""
+    """All that have a step time and a batch, but for twelve; of those each is named."""
     found, left_out = steps.read()
-    unpublished = [why for why in left_out.values() if "is not published" in why]
-    assert len(found) > 330
-    assert len(left_out) - len(unpublished) <= 21
+    unpublished = [why for why in left_out.values() if why.endswith("is not published")]
+    assert len(found) >= 340
+    assert len(left_out) - len([why for why in unpublished if "plain" not in why]) <= 12
 
 
 @pytest.mark.parametrize("name", STACKS)
@@ -135,10 +153,13 @@ def test_experts_over_tensor_and_data_are_in_the_space():
     assert whole and whole[0].configuration.expert_ways == 32
 
 
-def test_a_slow_network_gets_advice_for_fsdp_too():
-    found = jaxoverlap.configure("llama2-7b", "a100-sxm-80:8x8@100", global_batch=256)
+@pytest.mark.parametrize(("axes", "term"), [({}, "data"), ({"fsdp": [64], "data": [1]}, "fsdp")])
+def test_a_slow_network_gets_advice_for_fsdp_too(axes, term):
+    found = jaxoverlap.configure(
+        "llama2-7b", "a100-sxm-80:8x8@50", global_batch=256, axes=axes, keep=1
+    )
     line = next(line for line in found.tools if "on the network" in line)
-    assert line.startswith("fsdp") and "local updates" in line and "compress" in line
+    assert line.startswith(term) and "local updates" in line and "compress" in line
 
 
 def test_a_reader_parses_or_refuses_by_name():
