@@ -9,8 +9,7 @@ For each question of `asked.py`, in some ten minutes on a core (a second process
 2. the fastest mesh with each policy of `jax.checkpoint`, and the second with the two fastest;
 3. the two fastest of all with published options, and without Triton's matmuls;
 4. on the fastest mesh `overlap()` around the fastest policy, and `overlap(memory=)` alone, which
-   chooses what is kept; the latter also on the second mesh, where that is nearly as fast;
-5. where the question asks for it, everything kept, and made to fit 1.3 times less memory.
+   chooses what is kept; the latter also on the second mesh, where that is nearly as fast.
 
 XLA compiles them for GPUs that are not there; `jaxoverlap.simulate` gives their seconds. Rows that
 the file has are not made again. Needs no GPU.
@@ -34,9 +33,7 @@ from benchmarks.questions.asked import QUESTIONS
 from benchmarks.questions.measure import (
     CHILD_S,
     DEFAULTS,
-    EVERYTHING,
     FREE_POLICY,
-    MADE_TO_FIT,
     OVERLAPPED,
     PLAIN_OPTIONS,
     WITH_MEMORY,
@@ -77,7 +74,7 @@ def main(
 
 def answer(question: str, out: Path) -> None:
     """Make the rows that a question lacks, stage by stage."""
-    for stage in (every_mesh, every_policy, every_option, overlapped, made_to_fit):
+    for stage in (every_mesh, every_policy, every_option, overlapped):
         while missing := set(stage(question, rows_of(out, question))) - {
             labels(row) for row in rows_of(out, question)
         }:
@@ -138,15 +135,6 @@ def overlapped(question: str, rows: Sequence[Row]) -> Iterator[Labels]:
         near = [row for row in without if row["step_s"] <= NEARLY * best["step_s"]]
         for mesh in fastest_meshes(near, 2):
             yield mesh, FREE_POLICY, WITH_MEMORY
-
-
-def made_to_fit(question: str, rows: Sequence[Row]) -> Iterator[Labels]:
-    """Yield the fastest mesh with everything kept, plain and made to fit."""
-    if QUESTIONS[question].made_to_fit:
-        without = [row for row in rows if row["options"] in PLAIN_OPTIONS]
-        for mesh in fastest_meshes(without, 1):
-            yield mesh, EVERYTHING, DEFAULTS
-            yield mesh, EVERYTHING, MADE_TO_FIT
 
 
 def fastest(rows: Sequence[Row]) -> list[Row]:

@@ -7,12 +7,10 @@ from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from benchmarks.frame import Row
+from benchmarks.pods.rows import unfinished
 from benchmarks.questions.asked import MEASURED, QUESTIONS
 from benchmarks.questions.measure import (
-    DEFAULTS,
-    EVERYTHING,
     FREE_POLICY,
-    MADE_TO_FIT,
     OVERLAPPED,
     PLAIN_OPTIONS,
     WITH_MEMORY,
@@ -79,7 +77,7 @@ def setting(row: Row) -> str:
     """Name a row: its mesh, what is kept, and options."""
     if row["policy"] == FREE_POLICY:
         return f"{row['mesh']}; {row['options']}"
-    kept = "all recomputed" if row["policy"] == "full" else f"{row['policy']} kept"
+    kept = "all recomputed" if row["policy"] == "full" else f"{row['policy']} saved"
     return f"{row['mesh']}; {kept}; {row['options']}"
 
 
@@ -126,7 +124,7 @@ def _ms(row: Row | None) -> str:
 
 
 def summary(rows: Sequence[Row]) -> list[str]:
-    """Return the geometric mean, the least, and what was made to fit, a sentence each."""
+    """Return the geometric mean and the least, in a sentence."""
     times = gains(rows)
     if not times:
         return ["No question has both answers yet."]
@@ -135,25 +133,17 @@ def summary(rows: Sequence[Row]) -> list[str]:
     return [
         f"{mean:.2f} times as fast in geometric mean over {len(times)} questions; "
         f"the least is {times[worst]:.2f} ({worst}).",
-        *_made_to_fit(rows),
     ]
-
-
-def _made_to_fit(rows: Sequence[Row]) -> Iterator[str]:
-    """Yield how fast steps are that were made to fit, and the fastest policies that fit there."""
-    for row in rows:
-        if row["options"] != MADE_TO_FIT or not row.get("step_s"):
-            continue
-        here = [r for r in rows if (r["step"], r["mesh"]) == (row["step"], row["mesh"])]
-        needed = next(r for r in here if (r["policy"], r["options"]) == (EVERYTHING, DEFAULTS))
-        yield (
-            f"{row['step']}, {row['mesh']}, everything kept: {_ms(needed)} ms in "
-            f"{needed['peak_bytes'] / 1e9:.0f} GB; made to fit: {_ms(row)} ms in "
-            f"{row['peak_bytes'] / 1e9:.0f} GB."
-        )
 
 
 def without_figure(rows: Sequence[Row]) -> str:
     """Name the rows that have no seconds, and why, in a sentence; empty if all have."""
-    failed = [f"{row['step']}, {setting(row)} ({row['error']})" for row in rows if "error" in row]
-    return f"No figure: {'; '.join(failed)}." if failed else ""
+    kinds: dict[tuple[str, str], list[str]] = {}
+    for row in rows:
+        if why := unfinished(row):
+            kinds.setdefault((row["step"], why.partition(":")[0]), []).append(row["options"])
+    failed = [
+        f"{question}, {', '.join(dict.fromkeys(options))} ({why})"
+        for (question, why), options in kinds.items()
+    ]
+    return f"No figure, so not among the answers: {'; '.join(failed)}." if failed else ""

@@ -38,7 +38,6 @@ class Question:
         within: its sizes that are tried.
         replicas: whether meshes that replicate the weights over groups of hosts are tried (HSDP).
         explicit: whether the mesh's axes are explicit.
-        made_to_fit: whether to ask too how a step that keeps everything is made to fit.
     """
 
     pod: str
@@ -47,7 +46,6 @@ class Question:
     within: tuple[int, ...] = (1, 2, 4, 8)
     replicas: bool = False
     explicit: bool = False
-    made_to_fit: bool = False
 
     @property
     def cluster(self) -> Cluster:
@@ -112,7 +110,7 @@ QUESTIONS: Mapping[str, Question] = {
     "8B, 64 A100, 64 texts, explicit mesh": Question(
         "a100-sxm-80:8x8", _8B, replicas=True, explicit=True
     ),
-    "70B, 64 H100, 64 texts": Question("h100-sxm:8x8", _70B, made_to_fit=True),
+    "70B, 64 H100, 64 texts": Question("h100-sxm:8x8", _70B),
     "70B, 512 H100, 4M tokens": Question("h100-sxm:64x8", _4M, replicas=True),
     "70B, 1024 H100, 4M tokens, a process a GPU": Question(
         "h100-sxm:128x8/8", _4M, within=(2, 4, 8)

@@ -11,6 +11,7 @@ from jax.sharding import AxisType, Mesh
 import jaxoverlap
 from benchmarks.frame import Row, provenance
 from benchmarks.pods.child import seconds
+from benchmarks.pods.rows import unfinished
 from benchmarks.questions.asked import QUESTIONS
 from benchmarks.questions.model import KEPT, abstract_args, make_step
 from jaxoverlap._jax.jobs import peak_bytes
@@ -20,16 +21,9 @@ from jaxoverlap.hardware.pods import compiler_options, pod_mesh
 MEMORY = 0.92  # the share of a GPU's memory that a step may need
 DEFAULTS, NO_TRITON, OVERLAPPED = "XLA's defaults", "no Triton matmuls", "overlap()"
 WITH_MEMORY = f"overlap(memory={MEMORY})"
-TOO_LARGE = 1.3  # how many times the memory of MADE_TO_FIT a step needs that keeps EVERYTHING
-EVERYTHING, MADE_TO_FIT = "everything", f"overlap(memory=what it needs / {TOO_LARGE})"
 PLAIN_OPTIONS = (DEFAULTS, *COMPARED, NO_TRITON)
 FREE_POLICY = "chosen"  # the policy of the rows whose recomputation the library chooses
-OVERLAP = (OVERLAPPED, WITH_MEMORY, MADE_TO_FIT)
-POLICIES = {
-    **KEPT,
-    FREE_POLICY: None,
-    EVERYTHING: jax.checkpoint_policies.everything_saveable,
-}
+OVERLAP = (OVERLAPPED, WITH_MEMORY)
 CHILD_S = 3000
 
 
@@ -38,7 +32,7 @@ def measured(question: str, mesh: str, policy: str, options: str) -> Row:
 
     Args:
         question, mesh: names of `asked.py`.
-        policy: a name of POLICIES; `FREE_POLICY` is the library's, with WITH_MEMORY.
+        policy: a name of KEPT; FREE_POLICY, the library's, with WITH_MEMORY.
         options: a name of PLAIN_OPTIONS or OVERLAP.
     """
     asked = QUESTIONS[question]
@@ -47,13 +41,10 @@ def measured(question: str, mesh: str, policy: str, options: str) -> Row:
         kinds = (AxisType.Explicit,) * len(devices.axis_names)
         devices = Mesh(devices.devices, devices.axis_names, axis_types=kinds)
     args = abstract_args(asked.model, devices)
-    step: Any = make_step(asked.model, devices, POLICIES[policy])
+    step: Any = make_step(asked.model, devices, KEPT.get(policy))
     xla: dict[str, Any] | None = compiler_options()
     if options in OVERLAP:
         memory = MEMORY if options == WITH_MEMORY else None
-        if options == MADE_TO_FIT:
-            needed = peak_bytes(step.lower(*args).compile(xla).memory_analysis())
-            memory = f"{needed / TOO_LARGE / 1e6:.0f}MB"
         step, xla = jaxoverlap.overlap(step, cluster=asked.pod, memory=memory), None
     elif options in COMPARED:
         xla |= accepted(options, devices.devices.flat[0])[0]
@@ -73,5 +64,5 @@ def measured(question: str, mesh: str, policy: str, options: str) -> Row:
 
 
 def fits(row: Row) -> bool:
-    """Return whether a row has seconds, and the memory that a step may need."""
-    return bool(row.get("step_s")) and row["peak_bytes"] <= MEMORY * row["chip_bytes"]
+    """Return whether a row has seconds of a complete step, in the memory that it may need."""
+    return not unfinished(row) and row["peak_bytes"] <= MEMORY * row["chip_bytes"]

@@ -18,6 +18,7 @@ from benchmarks.questions.asked import QUESTIONS
 from benchmarks.questions.fp8 import SCALES, fp8_einsum
 from benchmarks.questions.measure import DEFAULTS, FREE_POLICY, OVERLAPPED, WITH_MEMORY
 from benchmarks.questions.model import KEPT, Model, abstract_args, make_step
+from jaxoverlap.simulation.replay import UNKNOWN_TRIPS
 from tests.support.seeds import some
 
 QUESTION = "8B, 64 H100, 64 texts"
@@ -151,6 +152,7 @@ def test_the_best_without_and_with_are_over_all_rows_that_fit():
         row("fsdp 64", "dots", "O1", 0.4, peak_bytes=79 * GB),
         row("fsdp 64", "full", OVERLAPPED, 0.42),
         row("fsdp 32 x tp 2", FREE_POLICY, WITH_MEMORY, 0.3),
+        row("fsdp 64", "full", "gpu-recipes", 0.1, unknown={UNKNOWN_TRIPS: 1}),
         {"step": QUESTION, "mesh": "fsdp 64", "policy": "full", "options": "x", "error": "stopped"},
     ]
     assert answers.table(rows) == [
@@ -163,6 +165,9 @@ def test_the_best_without_and_with_are_over_all_rows_that_fit():
     assert answers.summary(rows) == [
         f"1.50 times as fast in geometric mean over 1 questions; the least is 1.50 ({QUESTION})."
     ]
-    assert "stopped" in answers.without_figure(rows)
+    assert answers.without_figure(rows) == (
+        "No figure, so not among the answers: "
+        f"{QUESTION}, gpu-recipes ({UNKNOWN_TRIPS}); {QUESTION}, x (stopped)."
+    )
     assert answers.without_figure(rows[:2]) == ""
     assert [cells[2] for cells in answers.parts(rows)] == ["450", "300"]
