@@ -45,6 +45,7 @@ class Numbers:
     def __init__(self) -> None:
         self._known: dict[Hashable, int] = {}
         self._stacked: dict[tuple[int, int, int], int] = {}
+        self._stacks = set[int]()
         self._structures: dict[int, tuple[Any, Hashable]] = {}
         self._held: list[Any] = []  # objects whose id is part of a key
 
@@ -61,7 +62,12 @@ class Numbers:
         for position, eqn in enumerate(jaxpr.eqns):
             read = [self._atom(atom, numbers) for atom in eqn.invars]
             outermost = scope.outer is None and eqn.primitive.name == "scan"
-            made = [self._new() for _ in eqn.outvars] if outermost else self._results(eqn, read)
+            if outermost:
+                made = [self._new() for _ in eqn.outvars]
+            elif eqn.primitive.name == "sharding_constraint" and read[0] in self._stacks:
+                made = read  # a step on an explicit mesh has one between its scans
+            else:
+                made = self._results(eqn, read)
             if eqn.primitive.name == "scan":
                 inner.append(self._scanned(eqn, read, made, level, scope, position))
             else:
@@ -94,6 +100,7 @@ class Numbers:
         own = next(scopes)
         for stack, var in zip(made[num_carry:], body.outvars[num_carry:], strict=True):
             self._stacked.setdefault((level, length, stack), self._atom(var, own.numbers))
+            self._stacks.add(stack)
 
         def walk() -> Iterator[Scope]:
             yield own

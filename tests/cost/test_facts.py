@@ -82,6 +82,7 @@ def test_a_step_s_narrow_matmuls_have_the_data_sheet_s_rate():
 def test_blackwell_ultra_is_priced_as_blackwell_with_more_power_and_memory():
     for ultra, chip in (("b300", "b200"), ("gb300", "gb200")):
         one, other = cost_model(f"{ultra}:2x4"), cost_model(f"{chip}:2x4")
-        assert 1.05 < other.matmul_s(8192, 8192, 8192) / one.matmul_s(8192, 8192, 8192) < 1.11
+        # The factors of matmuls in a step: 1.10 on B200s, 1.20 on GB200s, none on Ultra.
+        assert 1.05 < other.matmul_s(8192, 8192, 8192) / one.matmul_s(8192, 8192, 8192) < 1.21
         assert one.cluster.chip.memory_bytes > 1.4 * other.cluster.chip.memory_bytes
     assert parse_cluster("gb300:18x4").gpus_per_nvlink_domain == 72

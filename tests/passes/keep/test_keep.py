@@ -12,7 +12,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import AxisType
 
 import jaxoverlap
-from jaxoverlap._jax import compat
+from jaxoverlap._jax import compat, explicit
 from jaxoverlap.passes.analysis.flatten import flatten
 from jaxoverlap.passes.analysis.jaxprs import dots, equations
 from jaxoverlap.passes.edited import EditedStep
@@ -227,3 +227,25 @@ def test_what_the_backward_pass_alone_computes_is_refused():
     step = EditedStep(jaxpr, mesh_of(), (None,) * 2)
     with pytest.raises(ValueError, match="the forward pass does not compute that value"):
         keep.run(step, [Keep(source="a.py:1", value="x", places=((0, last, 0),))])
+
+
+def test_the_constraints_of_an_explicit_mesh_hide_no_values():
+    """There JAX's types become constraints, one of them on what is stacked between the scans."""
+
+    def values_on(kind: AxisType) -> list[str]:
+        mesh = mesh_of(kind)
+        at = jax.NamedSharding(mesh, jax.P("data"))
+
+        def loss(weights, x):
+            layer = jax.checkpoint(lambda x, w: (jnp.tanh(x @ w), None))
+            return jnp.sum(jax.lax.scan(layer, x, weights)[0])
+
+        with jax.set_mesh(mesh):
+            x = jax.ShapeDtypeStruct((B, D), jnp.float32, sharding=at)
+            weights = jax.ShapeDtypeStruct((L, D, D), jnp.float32)
+            jaxpr = flatten(jax.jit(jax.grad(loss)).trace(weights, x).jaxpr)
+        if kind == AxisType.Explicit:
+            jaxpr = explicit.automatic(jaxpr, mesh, inferred=True)
+        return [one.value for one in values_of(jaxpr)]
+
+    assert values_on(AxisType.Auto) == values_on(AxisType.Explicit) != []
