@@ -10,7 +10,6 @@ from benchmarks.frame import Row, provenance
 from benchmarks.pod_step import of_cut
 from benchmarks.pods.suite import (
     ALL,
-    DEFAULT,
     HALVES,
     HALVES_RINGS,
     OVERLAPPED,
@@ -30,7 +29,6 @@ SETTINGS: dict[str, dict[str, Any]] = {  # of overlap(), besides the scheduler p
     SCHEDULED: {},
     HALVES: {"halves": 2, "granularity": "plain"},
     HALVES_RINGS: {"halves": 2},
-    DEFAULT: {"never_slower": True},
 }
 
 
@@ -47,8 +45,8 @@ def measure(step: Step, row: str) -> Row:
     refused: tuple[str, ...] = ()
     options = None  # overlap() has its own
     if row in SETTINGS:
-        asked = {"schedule": jaxoverlap.Scheduler(), "never_slower": False, **SETTINGS[row]}
-        function = jaxoverlap.overlap(plain, cluster=step.pod, **asked)
+        asked = {"schedule": jaxoverlap.Scheduler(), **SETTINGS[row]}
+        function = jaxoverlap.overlap(plain, cluster=step.pod, never_slower=False, **asked)
     elif row in PRESET_ROWS:
         options, refused = accepted(row.removeprefix("plain, "), mesh.devices.flat[0])
         options |= compiler_options()
@@ -73,7 +71,6 @@ def measure(step: Step, row: str) -> Row:
         "compile_s": round(compile_s, 2),
         "compile_cpu_s": round(cpu_s, 2),
         **(_of_pass(compiled.schedule) if row in SETTINGS and compiled.schedule else {}),
-        **({"taken": compiled.speedup.taken} if row in SETTINGS and compiled.speedup else {}),
         **(
             of_cut(compiled.plan) | {"rings": len(compiled.plan.rings)}
             if row in SETTINGS and compiled.plan

@@ -14,7 +14,6 @@ from jaxoverlap.hardware.cluster import parse_cluster
 PLAIN, HAND, IN_SHARDINGS = "plain", "hand ring", "in_shardings only"
 RULES = "by rules"  # matmuls partition themselves, and there is no overlap()
 OVERLAPPED, SCHEDULED = "overlapped", "overlapped + pass"
-DEFAULT = "overlap()"  # by default, so compared with the original step and published options
 PRESET_ROWS = tuple(f"plain, {name}" for name in PUBLISHED)
 HALVES, HALVES_RINGS = "halves", "halves + rings"  # whether or not that is estimated to be faster
 ROWS = (PLAIN, *PRESET_ROWS, RULES, OVERLAPPED, SCHEDULED, HALVES, HALVES_RINGS)  # of every step

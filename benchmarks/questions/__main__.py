@@ -37,6 +37,7 @@ from benchmarks.questions.measure import (
     OVERLAPPED,
     PLAIN_OPTIONS,
     WITH_MEMORY,
+    fastest,
     fits,
     measured,
 )
@@ -135,11 +136,6 @@ def overlapped(question: str, rows: Sequence[Row]) -> Iterator[Labels]:
         near = [row for row in without if row["step_s"] <= NEARLY * best["step_s"]]
         for mesh in fastest_meshes(near, 2):
             yield mesh, FREE_POLICY, WITH_MEMORY
-
-
-def fastest(rows: Sequence[Row]) -> list[Row]:
-    """Return the rows that fit, in order of their seconds."""
-    return sorted(filter(fits, rows), key=lambda row: row["step_s"])
 
 
 def fastest_meshes(rows: Sequence[Row], most: int) -> list[str]:

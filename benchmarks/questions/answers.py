@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import math
+import statistics
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
@@ -14,7 +14,7 @@ from benchmarks.questions.measure import (
     OVERLAPPED,
     PLAIN_OPTIONS,
     WITH_MEMORY,
-    fits,
+    fastest,
 )
 
 COLUMNS = ("question", "best without", "ms", "MFU", "best with", "ms", "MFU", "times")
@@ -49,8 +49,7 @@ def answers(rows: Sequence[Row]) -> dict[str, Answer]:
 
 
 def _fastest(rows: Sequence[Row], options: Sequence[str]) -> Row | None:
-    mine = (row for row in rows if row["options"] in options and fits(row))
-    return min(mine, key=lambda row: row["step_s"], default=None)
+    return next(iter(fastest(row for row in rows if row["options"] in options)), None)
 
 
 def gains(rows: Sequence[Row]) -> dict[str, float]:
@@ -63,8 +62,9 @@ def gains(rows: Sequence[Row]) -> dict[str, float]:
 
 def table(rows: Sequence[Row]) -> list[tuple[str, ...]]:
     """Return the answers under COLUMNS."""
+    times = gains(rows)
     return [
-        (question, *_named(without), *_named(with_it), f"{gains(rows)[question]:.2f}")
+        (question, *_named(without), *_named(with_it), f"{times[question]:.2f}")
         for question, (without, with_it) in answers(rows).items()
     ]
 
@@ -128,8 +128,8 @@ def summary(rows: Sequence[Row]) -> list[str]:
     times = gains(rows)
     if not times:
         return ["No question has both answers yet."]
-    mean = math.exp(math.fsum(map(math.log, times.values())) / len(times))
     worst = min(times, key=lambda name: times[name])
+    mean = statistics.geometric_mean(times.values())
     return [
         f"{mean:.2f} times as fast in geometric mean over {len(times)} questions; "
         f"the least is {times[worst]:.2f} ({worst}).",

@@ -9,12 +9,13 @@ from typing import NamedTuple
 
 from benchmarks.questions.model import Model
 from jaxoverlap.hardware.cluster import Cluster, parse_cluster
+from jaxoverlap.plan.table import mesh_text
 
 STATE_BYTES = 12  # of a weight: a float32 master and Adam's two moments
 
 
 class Measured(NamedTuple):
-    """What others measured of nearly the same question, without the library.
+    """A figure that others measured of nearly the same question, without the library.
 
     Attributes:
         tokens: a second and GPU.
@@ -54,12 +55,12 @@ class Question:
     @property
     def meshes(self) -> dict[str, dict[str, int]]:
         """The meshes by name: those that divide the batch, and hold the weights' state."""
-        return {mesh_name(axes): axes for axes in self._meshes() if self._fits(axes)}
+        return {mesh_text(axes): axes for axes in self._meshes() if self._fits(axes)}
 
     def _meshes(self) -> Iterator[dict[str, int]]:
         gpus = self.cluster.num_devices
         for n in self.within:
-            yield _used({"fsdp": gpus // n, self.second: n})
+            yield {"fsdp": gpus // n} | ({self.second: n} if n > 1 else {})
         for shards in (self.cluster.gpus_per_nvlink_domain, 64) if self.replicas else ():
             if shards < gpus:
                 yield {"replica": gpus // shards, "fsdp": shards}
@@ -71,15 +72,6 @@ class Question:
         )
         micro = self.model.batch // self.model.micro_batches
         return micro % batch == 0 and state < self.cluster.chip.memory_bytes / 2
-
-
-def _used(axes: dict[str, int]) -> dict[str, int]:
-    return {name: size for name, size in axes.items() if size > 1}
-
-
-def mesh_name(axes: Mapping[str, int]) -> str:
-    """A mesh in words, without axes of one."""
-    return " x ".join(f"{name} {size}" for name, size in _used(dict(axes)).items())
 
 
 # Llama 3's shapes (arXiv:2407.21783, table 3). 4M tokens are 512 sequences of 8192.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Iterable
 from typing import Any
 
 import jax
@@ -61,6 +62,11 @@ def measured(question: str, mesh: str, policy: str, options: str) -> Row:
         "model_s": asked.model.model_flops / asked.cluster.num_devices / chip.bf16_flops_per_s,
         **({"taken": compiled.speedup.taken} if xla is None and compiled.speedup else {}),
     }
+
+
+def fastest(rows: Iterable[Row]) -> list[Row]:
+    """Return the rows that fit, in order of their seconds."""
+    return sorted(filter(fits, rows), key=lambda row: row["step_s"])
 
 
 def fits(row: Row) -> bool:

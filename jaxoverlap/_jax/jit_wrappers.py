@@ -126,9 +126,7 @@ class _Reached(BaseException):  # not to be caught by what stands between
 def _bound(around: Callable[..., Any], fn: Any, new: Callable[..., Any]) -> Any:
     args, keywords = fn.args, fn.keywords
     if isinstance(new, jax.stages.Compiled) and jits.is_jitted(fn.func):
-        numbers, names = jits.static_arguments(fn.func)  # which a compiled step does not take
-        args = [value for number, value in enumerate(args) if number not in numbers]
-        keywords = {name: value for name, value in keywords.items() if name not in names}
+        args, keywords = jits.dynamic_arguments(fn.func, args, keywords)
     return functools.partial(around(new), *args, **keywords)
 
 

@@ -38,9 +38,13 @@ def is_jitted(fn: Any) -> bool:
     return hasattr(fn, "trace") and hasattr(fn, "_jit_info") and hasattr(fn, "_fun")
 
 
-def static_arguments(jitted: Any) -> tuple[tuple[int, ...], tuple[str, ...]]:
-    """Return the positions and the names of a jit's static arguments."""
-    return tuple(jitted._jit_info.static_argnums), tuple(jitted._jit_info.static_argnames)
+def dynamic_arguments(
+    jitted: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> tuple[list[Any], dict[str, Any]]:
+    """Return a jit's arguments without the static ones, which a compiled step does not take."""
+    info = jitted._jit_info
+    dynamic = [value for number, value in enumerate(args) if number not in info.static_argnums]
+    return dynamic, {n: value for n, value in kwargs.items() if n not in info.static_argnames}
 
 
 def stated_shardings(jitted: Any) -> tuple[Any, ...]:

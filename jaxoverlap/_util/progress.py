@@ -20,7 +20,7 @@ from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
 _STDERR = 2
 _LOG = logging.getLogger("jaxoverlap")
-# Of this thread: what shows a text in its line, and the stage that it has reported last.
+# A thread has its own line, shown by a function, and its own count of the last stage's candidates.
 _line: ContextVar[Callable[[str], None] | None] = ContextVar("progress line", default=None)
 _last: ContextVar[tuple[str, int]] = ContextVar("last stage", default=("", 0))
 

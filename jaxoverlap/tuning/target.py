@@ -99,11 +99,10 @@ class TuningTarget:
         stage, new = self._lowered(candidate)
         with new.compiling():
             compiled = stage.compile()
-        numbers, names = jits.static_arguments(self.call.jitted)
 
-        def run(*args: Any, **kwargs: Any) -> Any:  # a compiled step takes no static arguments
-            dynamic = (value for number, value in enumerate(args) if number not in numbers)
-            return compiled(*dynamic, **{n: v for n, v in kwargs.items() if n not in names})
+        def run(*args: Any, **kwargs: Any) -> Any:
+            dynamic, named = jits.dynamic_arguments(self.call.jitted, args, kwargs)
+            return compiled(*dynamic, **named)
 
         return run, new.plan
 

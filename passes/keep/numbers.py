@@ -45,7 +45,6 @@ class Numbers:
     def __init__(self) -> None:
         self._known: dict[Hashable, int] = {}
         self._stacked: dict[tuple[int, int, int], int] = {}
-        self._stacks = set[int]()
         self._structures: dict[int, tuple[Any, Hashable]] = {}
         self._held: list[Any] = []  # objects whose id is part of a key
 
@@ -64,7 +63,7 @@ class Numbers:
             outermost = scope.outer is None and eqn.primitive.name == "scan"
             if outermost:
                 made = [self._new() for _ in eqn.outvars]
-            elif eqn.primitive.name == "sharding_constraint" and read[0] in self._stacks:
+            elif eqn.primitive.name == "sharding_constraint" and self._is_stack(read[0]):
                 made = read  # a step on an explicit mesh has one between its scans
             else:
                 made = self._results(eqn, read)
@@ -100,13 +99,15 @@ class Numbers:
         own = next(scopes)
         for stack, var in zip(made[num_carry:], body.outvars[num_carry:], strict=True):
             self._stacked.setdefault((level, length, stack), self._atom(var, own.numbers))
-            self._stacks.add(stack)
 
         def walk() -> Iterator[Scope]:
             yield own
             yield from scopes
 
         return walk
+
+    def _is_stack(self, number: int) -> bool:
+        return any(number == stack for _, _, stack in self._stacked)
 
     def _called(
         self, eqn: Any, read: Sequence[int], scope: Scope, position: int

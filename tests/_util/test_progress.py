@@ -1,4 +1,4 @@
-"""What is being done shows in one line on a terminal, and in one line of the log per stage elsewhere."""
+"""A terminal shows what is being done in one line; elsewhere the log has a line for each stage."""
 
 from __future__ import annotations
 

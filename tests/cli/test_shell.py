@@ -12,8 +12,10 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from importlib import metadata
 from pathlib import Path
+from typing import Any
 
 import pytest
 from typer.testing import CliRunner
@@ -242,18 +244,20 @@ def _runs(process: int) -> bool:
     return stat.rpartition(")")[2].split()[0] not in "ZX"
 
 
-@needs_plugin
-@pytest.mark.pods
-@pytest.mark.parametrize("child", ["", "jaxoverlap._util.workers"])
-def test_ctrl_c_ends_a_tuning_and_its_children(child: str, tmp_path: Path):
-    """Whatever child is running: one that filters stderr, or one that compiles a candidate."""
-    arguments = ("tune", "tests.support.build_step", *POD, "--cache", str(tmp_path / "cache"))
-    command = [sys.executable, "-m", "jaxoverlap", *arguments, "--out", str(tmp_path / "p.json")]
-    pipe = subprocess.PIPE
+def _interrupted_tuning(
+    folder: Path, reached: Callable[[int], Any]
+) -> tuple[int | None, str, str, Any]:
+    """Press Ctrl-C in a tuning once `reached` of its process is true, and wait for its end.
+
+    Returns:
+        Its exit code, stdout and stderr, and what `reached` gave.
+    """
+    arguments = ("tune", "tests.support.build_step", *POD, "--cache", str(folder / "cache"))
+    command = [sys.executable, "-m", "jaxoverlap", *arguments, "--out", str(folder / "p.json")]
     with subprocess.Popen(
         command,
-        stderr=pipe,
-        stdout=pipe,
+        stderr=subprocess.PIPE,
+        stdout=subprocess.PIPE,
         text=True,
         env=ENVIRONMENT,
         cwd=ROOT,
@@ -262,16 +266,29 @@ def test_ctrl_c_ends_a_tuning_and_its_children(child: str, tmp_path: Path):
     ) as tuning:
         try:
             began = time.monotonic()  # on a busy machine it is minutes until a child runs
-            while not (children := [c for c in _children(tuning.pid) if child in _line(c)]):
+            while not (found := reached(tuning.pid)):
                 assert tuning.poll() is None and time.monotonic() - began < 900
                 time.sleep(0.02)
             tuning.send_signal(signal.SIGINT)
-            _, stderr = tuning.communicate(timeout=60)  # it takes 3 s where cores are free
+            stdout, stderr = tuning.communicate(timeout=60)  # it takes 3 s where cores are free
         finally:
             tuning.kill()  # or leaving the block waits for a tuning to end
-    assert tuning.returncode == 130
+    return tuning.returncode, stdout, stderr, found
+
+
+@needs_plugin
+@pytest.mark.pods
+@pytest.mark.parametrize("child", ["", "jaxoverlap._util.workers"])
+def test_ctrl_c_ends_a_tuning_and_its_children(child: str, tmp_path: Path):
+    """Whatever child is running: one that filters stderr, or one that compiles a candidate."""
+
+    def children(tuning: int) -> list[int]:
+        return [c for c in _children(tuning) if child in _line(c)]
+
+    code, _, stderr, found = _interrupted_tuning(tmp_path, children)
+    assert code == 130
     assert "interrupted" in stderr and "Traceback" not in stderr
-    assert not [child for child in children if _runs(child)]
+    assert not [child for child in found if _runs(child)]
     assert not (tmp_path / "p.json").exists()
 
 
@@ -279,28 +296,8 @@ def test_ctrl_c_ends_a_tuning_and_its_children(child: str, tmp_path: Path):
 @pytest.mark.pods
 def test_ctrl_c_leaves_the_best_plan_so_far(tmp_path: Path):
     out = tmp_path / "p.json"
-    target = ("tests.support.build_step", *POD)
-    where = ("--cache", str(tmp_path / "cache"), "--out", str(out))
-    command = [sys.executable, "-m", "jaxoverlap", "tune", *target, *where]
-    with subprocess.Popen(
-        command,
-        stderr=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-        env=ENVIRONMENT,
-        cwd=ROOT,
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
-    ) as tuning:
-        try:
-            began = time.monotonic()
-            while not out.exists():
-                assert tuning.poll() is None and time.monotonic() - began < 900
-                time.sleep(0.02)
-            tuning.send_signal(signal.SIGINT)
-            printed, _ = tuning.communicate(timeout=60)
-        finally:
-            tuning.kill()
-    assert tuning.returncode == 130 and "written to" not in printed
+    code, printed, _, _ = _interrupted_tuning(tmp_path, lambda _: out.exists())
+    assert code == 130 and "written to" not in printed
     plan = Plan.read(out)
     step, args = build_step.build(jaxoverlap.pod_mesh("h100-sxm:1x4", {"tp": 4}))
     followed = jaxoverlap.overlap(step, plan=out).lower(*args).plan

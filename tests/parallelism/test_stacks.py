@@ -1,4 +1,4 @@
-"""What training software can combine and what it hides: Megatron-Core's rules, and their sources."""
+"""Training software has rules of what it combines and hides: Megatron-Core's, with sources."""
 
 from dataclasses import replace
 
@@ -25,7 +25,7 @@ def terms(name, config, stack, pod, batch, sequence=None):
 
 
 def again(name, stack=MEGATRON_CORE):
-    """What each choice of a menu computes again."""
+    """Return what each choice of a menu computes again."""
     model = named_model(name)
     values = values_of(model)
     return {frozenset(values - saved_by(choice)) for choice in menu(stack, model)}

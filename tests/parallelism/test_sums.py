@@ -69,7 +69,7 @@ def test_groups_with_few_channels_are_less_in_the_way():
 
 
 def test_sums_are_in_the_dtype_of_the_matmuls_unless_they_were_added_up():
-    """As XLA's partitioned program has them; several micro-batches are added up in 32 bits."""
+    """XLA's partitioned program has them so; several micro-batches are added up in 32 bits."""
     once, added = (
         next(s for s in traffic.of_step(MODEL, HSDP, JAX, n) if s.term == "data").sent_bytes
         for n in (1, 4)
