@@ -190,7 +190,7 @@ def _within(
 def _reasons_of_slots(
     slots: Sequence[Name], every: Sequence[Body], dims: DimNames
 ) -> Iterator[str]:
-    """Say where rows are scattered to slots."""
+    """Say where tokens are scattered to slots."""
     for eqn, body in ((eqn, one) for one in every for eqn in one.eqns):
         if eqn.primitive.name == "scatter" and not {*slots}.isdisjoint(dims.of(eqn.outvars[0])):
             yield (
@@ -273,7 +273,7 @@ def _split(eqn: Any, dims: DimNames) -> Iterator[tuple[Name, list[Name]]]:
 
 
 def _slots(every: Sequence[Body], dims: DimNames, step: EditedStep) -> tuple[Name, ...]:
-    """Return the names of dims that the batch's rows are scattered along, the largest first.
+    """Return the names of dims that the batch is scattered along, the largest first.
 
     Those of tables that are arguments are weights', as a vocabulary is.
     """
