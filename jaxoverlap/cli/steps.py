@@ -189,11 +189,15 @@ def simulate(
 
     Exit code 1 if a smaller share of the communication time than --at-least is hidden.
     """
+    from jaxoverlap.simulation.channels import fewer_channels
+
     check_writable(html, svg, perfetto)
     pod = checked(step, pod, axes, processes)
     built = _built(step, pod, axes)
     with working(f"compiling {step} for {pod}, overlapped"):
-        steps = {"overlapped": built.compile(keep_rings=keep_rings).simulate(pod)}
+        compiled = built.compile(keep_rings=keep_rings)
+        steps = {"overlapped": compiled.simulate(pod)}
+    fewer = fewer_channels(compiled.as_text() or "", pod)
     if plain:
         from jaxoverlap.simulation.simulation import simulate as simulated
 
@@ -204,6 +208,8 @@ def simulate(
     best = _fastest_without(step, parse_axes(axes), built, overlapped, ranked) if without else None
     if json:
         facts: dict[str, Any] = {name: _seconds(s) for name, s in steps.items()}
+        said = fewer and {"max_ctas": fewer.max_ctas, "step_s": fewer.step.step_s}
+        facts["overlapped"]["fewer_channels"] = said
         facts |= {"meshes": ranked} if meshes else {}
         facts |= {"without": best} if best else {}
         show_json(facts)
@@ -212,6 +218,8 @@ def simulate(
         if other is not None:
             say(f"\nplain: {str(other).splitlines()[0]}")
         say(_hidden_line(overlapped))
+        if fewer:
+            say(str(fewer))
         if meshes:
             say(_meshes_line(ranked, axes))
         if best is not None:
