@@ -240,7 +240,8 @@ def _stage_layers(layers: int, pipeline: int, interleave: int, stage: int | None
 
 # -- as a file ------------------------------------------------------------------------------------
 
-_PREDICTED = {"step_s", "terms", "memory", "error", "simulated_s", "simulated_bytes", "failed"}
+_PREDICTED = {"step_s", "terms", "memory", "error", "failed"}
+_PREDICTED |= {"simulated_s", "simulated_bytes", "plain_s"}
 
 
 @dataclass(frozen=True)
