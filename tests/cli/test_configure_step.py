@@ -126,3 +126,12 @@ def test_a_set_of_options_that_xla_refuses_has_no_figure(monkeypatch):
     assert "no figure" in least.compared("data=8", 1.0) and " x" not in least.compared(
         "data=8", 1.0
     )
+
+
+def test_the_best_of_ones_own_meshes_is_held_against_the_baseline():
+    words = ("configure", STEP, "--pod", "h100-sxm:1x8", "--over", "data,model", "--compile", "1")
+    shown = CliRunner().invoke(app, words)
+    assert shown.exit_code == 0, shown.output
+    last = shown.stdout.splitlines()[-2:]
+    assert last[0].startswith("without jaxoverlap: ") and "by " in last[0]
+    assert re.fullmatch(r"with it: \S+ ms on data=\d model=\d, \S+ x", last[1])
