@@ -48,7 +48,7 @@ def value_and_grad(
     over the last ticks {ppermute, vjp}; a pmean over `data`; all inside a shard_map whose manual
     axes are `axis` and those of `data`.
 
-    Gradients are added up in float32, and given in the weights' dtype. Those of `shared` are made
+    Losses and gradients are added up in float32; gradients are given in the weights' dtype. Those of `shared` are made
     and added by the stages that use it alone: the first and the last.
 
     Args:
@@ -67,7 +67,8 @@ def value_and_grad(
             may not constrain anything over them; losses are means, so that theirs is averaged.
 
     Returns:
-        call(stages, shared, batch) -> (mean loss, (gradients of stages, gradients of shared)).
+        call(stages, shared, batch) -> (mean loss in float32 at least, (gradients of stages,
+        gradients of shared)).
         `stages` has a first dim of `pieces` times the size of `axis`, sharded over `axis`, in the
         order of `stage_order`; `batch` a first dim of micro-batches.
 
@@ -165,8 +166,7 @@ def _device(
     x_zero = jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype), x_like)
     dx_zero = jax.tree.map(lambda a: a if _moves(a) else None, x_zero)
     kept = jax.tree.map(lambda a: jnp.zeros((tables.slots, *a.shape), a.dtype), x_like)
-    loss_like = jax.eval_shape(last, shared, x_like, micro_batch(jnp.int32(0)))
-    loss_zero = jnp.zeros((), loss_like.dtype)
+    loss_zero = wide_zeros(jax.eval_shape(last, shared, x_like, micro_batch(jnp.int32(0))))
 
     def run_forward(carry: dict[str, Tree], tick: jax.Array) -> dict[str, Tree]:
         number, piece, slot = (row[tick] for row in rows[:3])
@@ -193,8 +193,8 @@ def _device(
 
         def score(total: Tree) -> tuple[jax.Array, Tree, Tree]:
             value, pull_last = jax.vjp(lambda s, y: last(s, y, of), shared, y)
-            of_shared, of_y = pull_last(jnp.asarray(1.0 / count, value.dtype))
-            return value / count, _sum(total, of_shared), _moving(y, of_y)
+            of_shared, of_y = pull_last(jnp.ones_like(value))  # 1 / count in bfloat16 is not exact
+            return value.astype(loss_zero.dtype), _sum(total, of_shared), _moving(y, of_y)
 
         def passed_on(total: Tree) -> tuple[jax.Array, Tree, Tree]:
             return loss_zero, total, carry["dy"]
@@ -257,7 +257,8 @@ def _device(
     ends = (0, schedule.warm_up_ticks, schedule.forward_ticks, schedule.ticks)
     for phase, begin, end in zip((warm_up, steady, drain), ends[:-1], ends[1:], strict=True):
         carry, _ = lax.scan(phase, carry, jnp.arange(begin, end))
-    sums = mean_over(data, (carry["loss"], carry["stages"], carry["shared"]))
+    sums = jax.tree.map(lambda a: a / count, (carry["loss"], carry["stages"], carry["shared"]))
+    sums = mean_over(data, sums)
     loss, of_stages, of_shared = sums
     of_stages = jax.tree.map(lambda g, w: g.astype(w.dtype), of_stages, stages)
     return loss[None], (of_stages, jax.tree.map(lambda a: a[None], of_shared))
@@ -280,7 +281,7 @@ def rows_of(batch: Tree, data: tuple[str, ...]) -> Tree:
 
 
 def wide_zeros(leaf: jax.Array) -> jax.Array:
-    """Return where to add a weight's gradients: zeros in float32, or the dtype if that is wider."""
+    """Return where to add up what is like a leaf: zeros in float32, or its dtype if wider."""
     return jnp.zeros(leaf.shape, jnp.promote_types(leaf.dtype, jnp.float32))
 
 
