@@ -48,8 +48,8 @@ def value_and_grad(
     over the last ticks {ppermute, vjp}; a pmean over `data`; all inside a shard_map whose manual
     axes are `axis` and those of `data`.
 
-    Losses and gradients are added up in float32; gradients are given in the weights' dtype. Those of `shared` are made
-    and added by the stages that use it alone: the first and the last.
+    Losses and gradients are added up in float32; gradients are given in the weights' dtype. Those
+    of `shared` are made and added by the stages that use it alone: the first and the last.
 
     Args:
         stage: stage(weights of a piece, x) -> y, of x's shape and dtype. What its backward pass
