@@ -10,7 +10,8 @@ from jax import lax
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
-from jaxoverlap.parallelism.pipeline.execute import data_axes, mean_over, rows_of, wide_zeros
+from jaxoverlap.parallelism.pipeline.execute import data_axes, mean_over, rows_of
+from jaxoverlap.parallelism.pipeline.leaves import wide_zeros
 
 Tree = Any
 

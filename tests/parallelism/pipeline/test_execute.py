@@ -174,7 +174,8 @@ def test_gradients_stay_finite_where_a_stage_has_none_at_zero():
     np.testing.assert_allclose(of_weights, jax.grad(loss)(weights), rtol=2e-5, atol=1e-6)
 
 
-def test_masks_and_keys_travel_with_x():
+@pytest.mark.parametrize("order", ["1F1B", "ZB-H1"])
+def test_masks_and_keys_travel_with_x(order):
     mesh, _, (weights, shared, batch) = made(2, 1, 3)
     batch = {**batch, "key": jax.random.split(jax.random.key(1), 3)}
 
@@ -199,7 +200,7 @@ def test_masks_and_keys_travel_with_x():
             losses.append(end(shared, x, micro_batch))
         return sum(losses) / 3
 
-    run = value_and_grad(dropped, first=begin, last=end, mesh=mesh, micro_batches=3)
+    run = value_and_grad(dropped, first=begin, last=end, mesh=mesh, micro_batches=3, order=order)
     got, (of_weights, _) = jax.jit(run)(weights, shared, batch)
     wanted, gradients = jax.value_and_grad(loss)(weights)
     np.testing.assert_allclose(got, wanted, rtol=1e-6)
