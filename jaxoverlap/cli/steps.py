@@ -176,11 +176,15 @@ def simulate(
 
     Exit code 1 if a smaller share of the communication time than --at-least is hidden.
     """
+    from jaxoverlap.simulation.channels import fewer_channels
+
     check_writable(html, svg, perfetto)
     pod = checked(step, pod, axes, processes)
     built = _built(step, pod, axes)
     with working(f"compiling {step} for {pod}, overlapped"):
-        steps = {"overlapped": built.compile(keep_rings=keep_rings).simulate(pod)}
+        compiled = built.compile(keep_rings=keep_rings)
+        steps = {"overlapped": compiled.simulate(pod)}
+    fewer = fewer_channels(compiled.as_text() or "", pod)
     if plain:
         from jaxoverlap.simulation.simulation import simulate as simulated
 
@@ -189,6 +193,8 @@ def simulate(
     overlapped, other = steps["overlapped"], steps.get("plain")
     if json:
         facts: dict[str, Any] = {name: _seconds(s) for name, s in steps.items()}
+        said = fewer and {"max_ctas": fewer.max_ctas, "step_s": fewer.step.step_s}
+        facts["overlapped"]["fewer_channels"] = said
         if meshes:
             facts["meshes"] = _ranked(step, pod, axes)
         show_json(facts)
@@ -197,6 +203,8 @@ def simulate(
         if other is not None:
             say(f"\nplain: {str(other).splitlines()[0]}")
         say(_hidden_line(overlapped))
+        if fewer:
+            say(str(fewer))
         if meshes:
             say(_meshes_line(_ranked(step, pod, axes), axes))
     write_pictures(overlapped, html, svg, perfetto, plain=other)

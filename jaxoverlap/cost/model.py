@@ -61,12 +61,19 @@ class CostModel:
         permute_channels: channels of each permute on NVLink; None: as many as NCCL gives it.
         given: the channels of single collectives, by kind, bytes moved and group; others have
             NCCL's.
+        most_channels: the most channels of any collective, as NCCL_MAX_CTAS has it; None: NCCL's
+            own most.
     """
 
     cluster: Cluster
     tables: ChipTables
     permute_channels: int | None = None
     given: tuple[tuple[Sent, Channels], ...] = ()
+    most_channels: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.most_channels is not None and self.most_channels < 1:
+            raise ValueError(f"at most {self.most_channels} channels: give 1 or more, or None")
 
     def matmul_s(
         self, m: int, n: int, k: int, *, batch: int = 1, dtype: str = "bf16", beside: Share = ALONE
@@ -232,7 +239,7 @@ class CostModel:
         """
         if len(legs := legs_of(kind, bytes_moved, group)) > 1:
             return sum(self.collective_s(*leg) for leg in legs)
-        channels = channels or self._given.get((kind, bytes_moved, group))
+        channels = self._channels(kind, bytes_moved, group, channels)
         kind = self._known(kind, bytes_moved)
         if group.size == 1:
             return self.tables.memory.launch_s  # nothing to send
@@ -298,11 +305,11 @@ class CostModel:
         Raises:
             ValueError: as `collective_s`.
         """
-        channels = channels or self._given.get((kind, bytes_moved, group))
+        channels = self._channels(kind, bytes_moved, group, channels)
         kind = self._known(kind, bytes_moved)
         most = self.tables.channels
         if group.size > 1 and (taken := self._taken(kind, group)) is not None:
-            return Share(taken * self.cluster.chip.num_sms)
+            return Share(self._at_most(taken * self.cluster.chip.num_sms))
         if group.size == 1 or most == 0:
             return ALONE
         rate = bytes_moved / self.collective_s(kind, bytes_moved, group, channels)
@@ -314,7 +321,7 @@ class CostModel:
         if kind != PERMUTE:
             count = nccl.ring_channels(bytes_moved, group.size, group.domains, most)
         elif group.domains > 1:
-            count = nccl.NETWORK_PERMUTE_CHANNELS
+            count = self._at_most(nccl.NETWORK_PERMUTE_CHANNELS)
         else:
             count = self._channels_of_permute(bytes_moved, group)
         return Share(count, traffic)
@@ -330,6 +337,21 @@ class CostModel:
     @functools.cached_property
     def _given(self) -> dict[Sent, Channels]:
         return dict(self.given)
+
+    def _channels(
+        self, kind: str, bytes_moved: int, group: Group, asked: Channels | None
+    ) -> Channels | None:
+        """Return the channels that bound a collective; None where NCCL chooses below its most."""
+        channels, most = asked or self._given.get((kind, bytes_moved, group)), self.most_channels
+        if most is None or kind == PERMUTE or self.tables.channels == 0:
+            return channels
+        if channels is not None:
+            return replace(channels, count=min(channels.count, most))
+        usual = nccl.ring_channels(bytes_moved, group.size, group.domains, self.tables.channels)
+        return Channels(most) if usual > most else None
+
+    def _at_most(self, count: float) -> float:
+        return count if self.most_channels is None else min(count, self.most_channels)
 
     def _matmuls(self, dtype: str) -> tuple[MatmulTable, float]:
         """The table that holds for a dtype, and how many times longer its matmuls take."""
@@ -394,7 +416,7 @@ class CostModel:
         if self.permute_channels is not None:
             return self.permute_channels
         devices = group.communicator or self.cluster.gpus_per_nvlink_domain
-        return nccl.permute_channels(bytes_moved, devices)
+        return int(self._at_most(nccl.permute_channels(bytes_moved, devices)))
 
     def _nvlink_rate(self, kind: str) -> float:
         """Return the bytes per second that a device sends in a large collective within a domain."""

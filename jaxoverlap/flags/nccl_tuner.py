@@ -1,12 +1,11 @@
-"""Write each collective's channels as a file for NCCL's tuner plugin and as XLA options.
+"""Write each collective's channels as a file for NCCL's tuner plugin.
 
 NCCL calls a tuner plugin, for each collective, for algorithm, protocol and channels. Its example of
 one reads them from a file: CSV, of which the first row that fits is taken (NVIDIA/nccl@5067397c,
 2.30.7, plugins/tuner/example/plugin.c). To a collective that no row fits the plugin gives one
 channel, and likewise to one whose row says -1, which its README calls NCCL's choice; 0 is NCCL's
 choice, as it goes through the plugin and NCCL takes it for not set (src/enqueue.cc,
-ncclGetAlgoInfo). It is not called for sends and receives: permutes and exchanges have only XLA's
-limit for all of a kind.
+ncclGetAlgoInfo). It is not called for sends and receives, as permutes and exchanges are.
 """
 
 from __future__ import annotations
@@ -20,9 +19,9 @@ from jaxoverlap.plan.channel_row import SENDS, TUNED, ChannelRow
 def tuner_csv(rows: Sequence[ChannelRow]) -> str:
     """Return the file for NCCL's example tuner plugin (NCCL_TUNER_CONFIG_FILE).
 
-    Rows of permutes and exchanges are comments in it: see `channel_options`. All that no row is
-    for has NCCL's own number of channels. The plugin cannot leave NCCL the algorithm and the
-    protocol as well; those are rings, by LL up to 64 KiB and by Simple above.
+    Rows of permutes and exchanges are comments in it. All that no row is for has NCCL's own number
+    of channels. The plugin cannot leave NCCL the algorithm and the protocol as well; those are
+    rings, by LL up to 64 KiB and by Simple above.
 
     Args:
         rows: in any order.
@@ -76,25 +75,6 @@ def _line(
     """Return one row of the file; -1 matches any number of nodes, ranks, pipe ops and buffers."""
     where = (-1 if nodes is None else nodes, -1 if ranks is None else ranks, -1, -1)
     return ",".join(map(str, (kind, least, most, algorithm, protocol, channels or 0, *where)))
-
-
-def channel_options(rows: Sequence[ChannelRow]) -> dict[str, str]:
-    """Return XLA's channel limits as compiler options: one for collectives, one for sends.
-
-    XLA has one number for all communicators of each; rows that want fewer get more. There is none
-    where a row leaves its channels to NCCL, which may give more than the others have.
-    """
-    kinds = {
-        "xla_gpu_nccl_collective_max_nchannels": TUNED,
-        "xla_gpu_nccl_p2p_max_nchannels": SENDS,
-    }
-    options = {}
-    for name, kind_rows in kinds.items():
-        counts = [row.channels for row in rows if row.kind in kind_rows]
-        known = [count for count in counts if count is not None]
-        if known and len(known) == len(counts):
-            options[name] = str(max(known))
-    return options
 
 
 def variables(rows: Sequence[ChannelRow]) -> dict[str, str]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 
 import jax
@@ -113,6 +113,7 @@ def simulate(
     cluster: str | Cluster | CostModel,
     *,
     multi_streaming: bool | None = None,
+    max_ctas: int | None = None,
 ) -> Simulation:
     """Replay a compiled step in time, as one device of a cluster runs it.
 
@@ -129,13 +130,17 @@ def simulate(
         multi_streaming: whether the step was compiled with
             `xla_gpu_experimental_enable_collective_multi_streaming`, which its text does not say.
             None: if XLA_FLAGS sets it.
+        max_ctas: the channels that a collective has at most, as the processes' NCCL_MAX_CTAS says;
+            None: NCCL's own most. `fewer_channels` finds how many are best.
 
     Raises:
         ValueError: if the text is no such module, the cluster does not parse, has no cost model,
-            or has another number of devices.
+            or has another number of devices, or `max_ctas` is below 1.
     """
     text = hlo_text("compiled", compiled)
     cost = cluster if is_cost_model(cluster) else cost_model(cluster_from(cluster))
+    if max_ctas is not None:
+        cost = replace(cost, most_channels=max_ctas)
     check_is_pods(mesh_of_compiled(compiled), cost.cluster)
     module = scheduled_module(text, multi_streaming=multi_streaming)
     timeline = replay(module, cost)

@@ -157,13 +157,14 @@ class Compiled:
         cluster: str | Cluster | CostModel | None = None,
         *,
         multi_streaming: bool | None = None,
+        max_ctas: int | None = None,
     ) -> Simulation:
         """Simulate the step on a cluster, by `jaxoverlap.simulate`, to get its seconds.
 
         Args:
             cluster: as for `jaxoverlap.simulate`. Default: what the step was decided by, as the
                 price file or the cluster that `overlap` was given; else what its GPUs form.
-            multi_streaming: as for `jaxoverlap.simulate`.
+            multi_streaming, max_ctas: as for `jaxoverlap.simulate`.
 
         Raises:
             ValueError: if no cluster is known, or `simulate` refuses it.
@@ -178,10 +179,11 @@ class Compiled:
                 "compiled.simulate('h100-sxm:8x8') or overlap(step, cluster='h100-sxm:8x8')"
             )
         step: Any = self
-        simulation = simulate(step, cluster, multi_streaming=multi_streaming)
+        simulation = simulate(step, cluster, multi_streaming=multi_streaming, max_ctas=max_ctas)
         is_own = cluster is own
         if isinstance(own, CostModel) and cluster == own.cluster:
             is_own = cost_model(own.cluster) == own
+        is_own = is_own and max_ctas is None
         return replace(simulation, speedup=self.speedup) if is_own else simulation
 
     def __getattr__(self, name: str) -> Any:

@@ -2,13 +2,15 @@
 
     parts: [m@data, b, s] = reshape batch: [m*b@data, s]     # a loop indexes m: shard b
     dynamic_slice batch: [B@data, s]  ->  [b, s]             # a loop slices B: shard b, or s
+    scan over w: [l@data, i, j]                              # a loop indexes l: shard i, or j
     dot_general momentum: [l, i@data, j] ...                 # l matrices at once: shard l
     batch: [B, s]                                            # it has no sharding: shard B, or s
 
 XLA's propagation keeps the batch's sharding on the major part of a dim that is split, and on a dim
 that a loop indexes; each iteration then gathers what it reads, and all devices compute all of it.
-Matmuls of stacked layers outside of a loop, as an optimizer's, need no collective where the layers
-are sharded. A batch without a sharding, as a numpy array is, is computed by all devices; so is one
+Stacked weights that are sharded by layer are gathered likewise, all layers at once. Matmuls of
+stacked layers outside of a loop, as an optimizer's, need no collective where the layers are
+sharded. A batch without a sharding, as a numpy array is, is computed by all devices; so is one
 along a mesh axis that shards nothing.
 """
 
@@ -21,7 +23,7 @@ from typing import Any
 
 from jaxoverlap._jax import compat
 from jaxoverlap.passes.analysis.dims import DimNames, Name
-from jaxoverlap.passes.analysis.jaxprs import Body, Dot, bodies, equations
+from jaxoverlap.passes.analysis.jaxprs import REMATS, Body, Dot, bodies, equations
 from jaxoverlap.passes.edited import EditedStep
 from jaxoverlap.passes.layouts.layout import Layout, combined, sharded_names, unique, weights_of
 from jaxoverlap.passes.planning.entries import line_of
@@ -41,7 +43,7 @@ class Lost:
     Attributes:
         layouts: the layouts.
         arguments: the numbers of the batch's arguments that have no sharding over some axis, or
-            that a loop slices along a sharded dim.
+            that a loop slices along a sharded dim; and of weights that are sharded by layer.
         values: the other values: the bodies that make them, and the positions of the equations.
         reasons: what the user wrote, and what it costs, in words.
     """
@@ -80,7 +82,9 @@ def lost_in(
     elif idle:
         names = unique([name for on_axis in others.values() for name in on_axis])
         others |= dict.fromkeys(idle, names)
-    stacked = {axis: unique((*layers, *names)) for axis, names in weights.items()}
+    by_layer = _by_layer(step)
+    within = {axis: _within(names, axis, step, by_layer, dims) for axis, names in weights.items()}
+    stacked = {axis: unique((*layers, *names)) for axis, names in within.items()}
     if others == batch and stacked == weights:
         return None
     moved = {name for _, _, name, _ in _sliced(every, dims)}
@@ -88,9 +92,16 @@ def lost_in(
     again = [n for n in _unsharded(jaxpr) if idle or moved & sharded & {*dims.of(jaxpr.invars[n])}]
     return Lost(
         layouts=tuple(new for new in combined(stacked, others, sizes) if new not in known),
-        arguments=tuple(whole or again),
+        arguments=(*(whole or again), *by_layer),
         values=tuple(_values(every, dims, instead, layers)),
-        reasons=tuple(dict.fromkeys(_reasons(jaxpr, whole, idle, every, dims, instead, batch))),
+        reasons=tuple(
+            dict.fromkeys(
+                [
+                    *_reasons(jaxpr, whole, idle, every, dims, instead, batch),
+                    *_reasons_of_layers(jaxpr, by_layer),
+                ]
+            )
+        ),
     )
 
 
@@ -115,6 +126,75 @@ def _idle(step: EditedStep, used: set[str]) -> list[str]:
 def _replaced(names: Sequence[Name], instead: _Instead) -> tuple[Name, ...]:
     """Return names of dims, with others instead of those that loops index."""
     return unique([new for name in names for new in instead.get(name) or (name,)])
+
+
+# -- stacked weights ------------------------------------------------------------------------------
+
+
+def _by_layer(step: EditedStep) -> list[int]:
+    """Return the numbers of the weights that are sharded along the dim that a scan runs along."""
+    weights = weights_of(step.jaxpr)
+    return [
+        number
+        for number in sorted(_stacks(step.jaxpr))
+        if step.jaxpr.invars[number] in weights
+        and any(step.mesh.shape[axis] > 1 for axis in (step.arguments[number] or ((),))[0])
+    ]
+
+
+def _stacks(jaxpr: Any) -> set[int]:
+    """Return the numbers of the operands that scans run along, perhaps converted before."""
+    root = {var: number for number, var in enumerate(jaxpr.invars)}
+    found = set[int]()
+    for eqn in jaxpr.eqns:
+        operands = [None if compat.is_literal(v) else root.get(v) for v in eqn.invars]
+        if eqn.primitive.name == "convert_element_type" and operands[0] is not None:
+            root[eqn.outvars[0]] = operands[0]
+        for inner, given in _inner(eqn, operands):
+            found |= {n for position in _stacks(inner) if (n := given[position]) is not None}
+        if eqn.primitive.name == "scan":
+            found |= {n for n in operands[sum(compat.scan_counts(eqn)) :] if n is not None}
+    return found
+
+
+def _inner(eqn: Any, operands: Sequence[int | None]) -> Iterator[tuple[Any, Sequence[int | None]]]:
+    """Yield the bodies that read an equation's operands as they are, with what each reads."""
+    if eqn.primitive.name == "scan":
+        num_consts, _ = compat.scan_counts(eqn)
+        rest = [None] * (len(operands) - num_consts)
+        yield eqn.params["jaxpr"], [*operands[:num_consts], *rest]
+    elif eqn.primitive.name in REMATS:
+        yield eqn.params["jaxpr"], operands
+
+
+def _within(
+    names: Sequence[Name], axis: str, step: EditedStep, by_layer: Sequence[int], dims: DimNames
+) -> tuple[Name, ...]:
+    """Return names of weights' dims, with those within a layer for one that scans run along."""
+    given = list(names)
+    for number in by_layer:
+        var, spec = step.jaxpr.invars[number], step.arguments[number]
+        assert spec is not None
+        if axis not in spec[0]:
+            continue
+        layer, *others = dims.of(var)
+        sizes = zip(others, var.aval.shape[1:], spec[1:], strict=True)
+        free = sorted(((size, name) for name, size, axes in sizes if not axes), key=lambda f: -f[0])
+        at = given.index(layer) if layer in given else len(given)
+        given[at : at + 1] = [name for _, name in free]
+    return unique(given)
+
+
+def _reasons_of_layers(jaxpr: Any, by_layer: Sequence[int]) -> Iterator[str]:
+    """Say which weights are sharded by layer."""
+    names = compat.argument_names(jaxpr)
+    if by_layer:
+        which = ", ".join(names[number] for number in by_layer[:3])
+        more = ", ..." if len(by_layer) > 3 else ""
+        yield (
+            f"the weights {which}{more} are sharded along the dim that a scan runs along: "
+            "all layers are gathered before it"
+        )
 
 
 # -- what loops index -----------------------------------------------------------------------------

@@ -172,6 +172,8 @@ def test_simulate_gives_sums_that_add_up_and_draws(tmp_path: Path):
     assert steps["overlapped"]["exposed_s"] < steps["plain"]["exposed_s"]
     said = steps["overlapped"]["speedup"]
     assert said["taken"] == "overlapped" and said["plain_s"] == steps["plain"]["step_s"]
+    fewer = steps["overlapped"]["fewer_channels"]
+    assert fewer is None or fewer["step_s"] < steps["overlapped"]["step_s"]
     assert "plain" in files["--svg"].read_text()
     assert "<html" in files["--html"].read_text()
     assert json.loads(files["--perfetto"].read_text())["traceEvents"]

@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jaxoverlap.flags import FLAGS, VARIABLES
-from jaxoverlap.flags.nccl_tuner import ChannelRow, channel_options, tuner_csv, variables
+from jaxoverlap.flags import VARIABLES
+from jaxoverlap.flags.nccl_tuner import ChannelRow, tuner_csv, variables
 
 MIB = 1 << 20
 OWN = 24
@@ -79,17 +79,6 @@ def test_sends_and_chunks_are_comments():
     rows = [line for line in csv.splitlines() if not line.startswith("#")]
     assert rows[0] == "allgather,0,1048575,ring,simple,2,1,8,-1,-1"
     assert len(rows) == 3 + 2 * 5
-
-
-def test_xla_has_one_limit_for_all_of_a_kind():
-    got = channel_options(ROWS)
-    assert got == {
-        "xla_gpu_nccl_collective_max_nchannels": "8",
-        "xla_gpu_nccl_p2p_max_nchannels": "6",
-    }
-    assert set(got) <= set(FLAGS)
-    assert channel_options(()) == {}
-    assert channel_options((*ROWS, row(channels=None))).keys() == {"xla_gpu_nccl_p2p_max_nchannels"}
 
 
 def test_chunks_are_half_a_buffer():

@@ -82,11 +82,13 @@ def at_once(weights: Any, batch: Any, parts: int) -> Any:
 STEPS = {fn.__name__: fn for fn in (by_reshape, by_slice, by_index, at_once)}
 
 
-def arguments(mesh: Mesh, rows: Any, columns: Any, batch: Any) -> tuple[Any, Any]:
+def arguments(
+    mesh: Mesh, rows: Any, columns: Any, batch: Any, layer: Any = None
+) -> tuple[Any, Any]:
     rng = np.random.default_rng(0)
     weights = rng.normal(size=(LAYERS, WIDTH, WIDTH)).astype(np.float32) / WIDTH
     x = rng.normal(size=(ROWS, TOKENS, WIDTH)).astype(np.float32)
-    at = NamedSharding(mesh, P(None, rows, columns)), NamedSharding(mesh, P(*batch))
+    at = NamedSharding(mesh, P(layer, rows, columns)), NamedSharding(mesh, P(*batch))
     return jax.device_put(weights, at[0]), jax.device_put(x, at[1])
 
 
@@ -96,28 +98,32 @@ DRAWN = given(
     parts=st.sampled_from((1, 2, 4)),
     batch=st.sampled_from(((), ("data",), (None, "data"), ("all",), ("data", "other"))),
     columns=st.booleans(),
+    by_layer=st.booleans(),
 )
 
 
 @settings(max_examples=8, deadline=None)
 @DRAWN
-def test_pinned_values_change_no_number(axes, name, parts, batch, columns):
-    check_numbers(axes, name, parts, batch, columns)
+def test_pinned_values_change_no_number(axes, name, parts, batch, columns, by_layer):
+    check_numbers(axes, name, parts, batch, columns, by_layer)
 
 
 @pytest.mark.nightly
 @settings(max_examples=300, deadline=None)
 @DRAWN
-def test_pinned_values_change_no_number_of_300(axes, name, parts, batch, columns):
-    check_numbers(axes, name, parts, batch, columns)
+def test_pinned_values_change_no_number_of_300(axes, name, parts, batch, columns, by_layer):
+    check_numbers(axes, name, parts, batch, columns, by_layer)
 
 
-def check_numbers(axes: Any, name: str, parts: int, batch: Any, columns: bool) -> None:
+def check_numbers(
+    axes: Any, name: str, parts: int, batch: Any, columns: bool, by_layer: bool
+) -> None:
     """Compare every layout that is proposed with the step without devices."""
     mesh = mesh_of(axes)
     other = "model" if "model" in axes else None
     spec = tuple({"all": tuple(axes), "other": other}.get(a, a) for a in batch)
-    args = arguments(mesh, "data", other if columns else None, spec)
+    first = (None, "data") if by_layer else ("data", None)
+    args = arguments(mesh, first[0], other if columns else None, spec, layer=first[1])
 
     def step(weights: Any, x: Any) -> Any:
         return STEPS[name](weights, x, parts)
@@ -160,6 +166,31 @@ def test_layers_at_once_are_sharded_by_layers():
     *_, last = propose_starts(evaluated_of(edited))
     sharded = [e for e in last.edits if e.spec == (("data",), (), ())]
     assert any(isinstance(e, PinValue) for e in sharded) and len(sharded) > 2
+
+
+@pytest.mark.parametrize("nested", [False, True])
+def test_weights_that_are_sharded_by_layer_are_sharded_within_each(nested):
+    """Where a scan runs along them, perhaps converted; not the momenta, which no scan reads."""
+    mesh = mesh_of({"data": 2, "model": 4})
+    weights, x = arguments(mesh, None, "model", ("data",), layer="data")
+
+    def step(weights: Any, momenta: Any, x: Any) -> Any:
+        def loss_of(w: Any) -> Any:
+            w = w.astype(jnp.bfloat16)
+            if not nested:
+                return loss(w, x.astype(w.dtype))
+            parts = jnp.moveaxis(x.reshape(-1, 2, *x.shape[1:]), 1, 0).astype(w.dtype)
+            return lax.scan(lambda total, part: (total + loss(w, part), None), 0.0, parts)[0]
+
+        momenta = 0.9 * momenta + jax.grad(loss_of)(weights)
+        return weights - momenta, momenta, x.sum()
+
+    proposals = [*propose_starts(evaluated_of(edited_of(step, (weights, weights, x), mesh)))]
+    pins = [e for one in proposals for e in one.edits if isinstance(e, PinArgument)]
+    assert {pin.argument for pin in pins} == {0}
+    assert all(not pin.spec[0] and "data" in pin.spec[1] for pin in pins)
+    (reason,) = {why for one in proposals for why in one.notes[PinValue].reasons}
+    assert "are sharded along the dim that a scan runs along" in reason
 
 
 def test_a_batch_without_a_sharding_gets_one():
