@@ -102,7 +102,7 @@ def run_outer(task: Task, seed: int, sync: Any) -> dict[str, Any]:
         make_step(task, mesh),
         mesh,
         axis="worker",
-        outer=co2(every=OUTER_EVERY),
+        outer=co2(every=OUTER_EVERY, momentum=0.2),
         sync=sync,
         stacked=("layers",) if task.name == "text" and sync else (),
         overlap=False,

@@ -41,7 +41,7 @@ def host_main(host: Any, *, method: str) -> dict[str, float]:
     )
     task = text()
     updates = LocalUpdates(
-        make_step(task, mesh), mesh, axis="worker", outer=co2(every=OUTER_EVERY),
+        make_step(task, mesh), mesh, axis="worker", outer=co2(every=OUTER_EVERY, momentum=0.2),
         sync=OUTER[method], stacked=("layers",) if OUTER[method] else (), overlap=False,
     )  # fmt: skip
     state = updates.init(start(task, 0))

@@ -65,7 +65,7 @@ def train_here(host: Host, steps: int, workers: int) -> None:
         )
 
     def make(mesh: Any) -> LocalUpdates:
-        outer = co2(every=EVERY)
+        outer = co2(every=EVERY, momentum=0.2)
         return LocalUpdates(
             make_step(task, mesh), mesh, axis="worker", outer=outer, overlap=False, donate=False
         )

@@ -2,7 +2,7 @@
 
     python -m benchmarks.local_updates.learning --task images --out images.jsonl
     python -m benchmarks.local_updates.learning --task text --out text.jsonl --only CO2 --every 12
-    python -m benchmarks.local_updates.learning --task images --out images.jsonl --length 4
+    python -m benchmarks.local_updates.learning --task moved --out moved.jsonl --length 4 --every 12
     python -m benchmarks.local_updates.learning --table images.jsonl
 
 A row is a run: the loss on what was held out and on what was trained on, after as many samples as
@@ -30,13 +30,14 @@ from rich.table import Table
 
 from benchmarks.frame import Job, MaybeOut, Shown, add_missing, chosen, read_rows, shown_or_out
 from benchmarks.local_updates.tasks import FASHION, Inner, Task, images, mesh_of, text
-from jaxoverlap.train import LocalUpdates, Outer, co2, diloco, local_sgd, slowmo
+from jaxoverlap.train import LocalUpdates, Outer, co2, diloco, eager_diloco, local_sgd, slowmo
 from jaxoverlap.train import compression as c
 
 WORKERS = 4
 EVERY = (4, 12, 48)
 SEEDS = 3
 BASE = "AdamW, synchronous"
+MOMENTUM: dict[str, Any] = dict(momentum=0.2)
 RATES = (2, 4)  # of the task's own rate, which AdamW was tuned to
 
 
@@ -70,6 +71,7 @@ def algorithms(every: int, task: Task) -> dict[str, Algorithm]:
     sparse = c.uniform(c.top_k(0.03, bits=2), error_decay=0.95)
     adam, muon = diloco(every=every), diloco(every=every)
     slow = slowmo(every=every, inner_learning_rate=task.learning_rate, momentum=0.2)
+    late = partial(co2, every=every, momentum=0.2)  # the released code's of 17 workers and more
     found = {
         BASE: Algorithm(),
         "Muon, synchronous": Algorithm(inner="muon"),
@@ -77,25 +79,47 @@ def algorithms(every: int, task: Task) -> dict[str, Algorithm]:
         "SlowMo": Algorithm(slow),
         "DiLoCo": Algorithm(adam),
         "DiLoCo, a round late": Algorithm(diloco(every=every, delay=1)),
-        "CO2": Algorithm(co2(every=every)),
-        "CO2, no delay": Algorithm(co2(every=every, delay=0)),
-        "CO2, no penalty": Algorithm(co2(every=every, staleness=1)),
-        "CO2, no clip": Algorithm(co2(every=every, clip=None)),
-        "CO2, clip 0.02": Algorithm(co2(every=every, clip=0.02)),
-        "CO2, neither": Algorithm(co2(every=every, staleness=1, clip=None)),
-        "CO2, tuned": Algorithm(co2(every=every, staleness=1, momentum=0.0, learning_rate=0.7)),
-        "CO2, warm-up of a quarter": Algorithm(co2(every=every), warmup=0.25),
-        "CO2, Muon": Algorithm(co2(every=every), inner="muon"),
+        "CO2": Algorithm(late()),
+        "CO2, no delay": Algorithm(late(delay=0)),
+        "CO2, no penalty": Algorithm(late(staleness=1)),
+        "CO2, no clip": Algorithm(late(clip=None)),
+        "CO2, clip 0.02": Algorithm(late(clip=0.02)),
+        "CO2, neither": Algorithm(late(staleness=1, clip=None)),
+        "CO2, tuned": Algorithm(late(staleness=1, momentum=0.0, learning_rate=0.7)),
+        "CO2, warm-up of a quarter": Algorithm(late(), warmup=0.25),
+        "CO2, Muon": Algorithm(late(), inner="muon"),
         "DiLoCo, 2 bits": Algorithm(adam, means),
         "DiLoCo, Muon": Algorithm(muon, inner="muon"),
         "MuLoCo (Muon, 2 bits)": Algorithm(muon, means, inner="muon"),
         "SparseLoCo (3%, 2 bits)": Algorithm(local_sgd(every=every), sparse),
         "LocalSGD, Muon": Algorithm(local_sgd(every=every), inner="muon"),
     }
+    options = with_options(every, task.steps // every)
+    found |= {name: Algorithm(outer) for name, outer in options.items()}
     for rate in RATES:
-        for name in (BASE, "LocalSGD", "CO2", "CO2, no delay"):
+        for name in (BASE, "LocalSGD", "SlowMo", "CO2", "CO2, no delay", *options):
             found[f"{name}, rate x{rate}"] = replace(found[name], rate=rate)
     return found
+
+
+def with_options(every: int, rounds: int) -> dict[str, Outer]:
+    """Return CO2 by what is added to it, one option after the other, and its nearest relative."""
+    none: dict[str, Any] = dict(every=every, momentum=0.0)
+    waits: dict[str, Any] = none | dict(
+        rounds=rounds
+    )  # the defaults: a tenth at first, a sixth at last
+    return {
+        "eager DiLoCo": eager_diloco(every=every, learning_rate=1.0, momentum=0.0),
+        "CO2, momentum 0": co2(**none),
+        "CO2, waits": co2(**waits),
+        "CO2, waits, by leaf": co2(**waits, over="leaf"),
+        "CO2, waits, by element": co2(**waits, over="element"),
+        "CO2, waits, rates by leaf": co2(**waits, staleness=1, learning_rate="leaf"),
+        "CO2, waits, eager": co2(**waits, staleness=1, eager=True),
+        "CO2, waits, eager, penalty": co2(**waits, eager=True),
+        "CO2, waits, eager half": co2(**waits, staleness=1, eager=0.5),
+        "CO2, waits, eager half, momentum": co2(**(waits | MOMENTUM), staleness=1, eager=0.5),
+    }
 
 
 def make_step(task: Task, mesh: Any, optimizer: Any = None) -> Any:
@@ -137,11 +161,14 @@ def run(task: Task, seed: int, algorithm: Algorithm) -> dict[str, Any]:
     size = sum(leaf.nbytes for leaf in jax.tree.leaves(params))
     raw = 2 * (WORKERS - 1) / WORKERS * size * times
     seen = tuple(islice(task.batches(seed), 40))  # of the first epoch
-    return dict(
+    row = dict(
         loss=held_out_loss(task, params),
         train_loss=held_out_loss(replace(task, held_out=seen), params),
         sent_bytes=raw if sent is None else sent,
     )
+    if task.accuracy is None:
+        return row
+    return row | dict(accuracy=float(np.mean([task.accuracy(params, b) for b in task.held_out])))
 
 
 def synchronous(task: Task, seed: int, optimizer: Any, state: Any) -> Any:
@@ -184,7 +211,7 @@ def held_out_loss(task: Task, params: Any) -> float:
 
 
 def main(
-    task: Annotated[str, typer.Option(help="images or text.")] = "images",
+    task: Annotated[str, typer.Option(help="images, moved or text.")] = "images",
     out: MaybeOut = None,
     folder: Annotated[Path, typer.Option(help="Where Fashion-MNIST lies.")] = FASHION,
     only: Annotated[list[str] | None, typer.Option(help="Names of algorithms.")] = None,
@@ -195,7 +222,9 @@ def main(
 ) -> None:
     out = shown_or_out(shown, out, show)
     jax.config.update("jax_num_cpu_devices", WORKERS)
-    what = images(folder) if task == "images" else text()
+    if task not in (known_tasks := ("images", "moved", "text")):
+        raise typer.BadParameter(f"--task {task}: expected {', '.join(known_tasks)}")
+    what = text() if task == "text" else images(folder, moved=task == "moved")
     what = replace(what, steps=round(what.steps * length))
     known = algorithms(EVERY[0], what)
     wanted = chosen("only", only, known)

@@ -37,6 +37,7 @@ class Task:
         held_out: batches that are never trained on.
         steps, batch, learning_rate: of a run; AdamW's peak rate.
         matrices: for parameters, what Muon takes as a matrix of each, and None for AdamW's.
+        accuracy: the share of a batch that parameters classify rightly; None for no classes.
     """
 
     name: str
@@ -48,6 +49,7 @@ class Task:
     batch: int
     learning_rate: float
     matrices: Callable[[Any], Any]
+    accuracy: Callable[[Any, Any], jax.Array] | None = None
 
     def optimizer(self, inner: Inner = "adamw", warmup: float = 0.05) -> Any:
         """Return the inner optimizer: warm-up, then a cosine down to a hundredth.
@@ -73,8 +75,14 @@ class Task:
         )
 
 
-def images(folder: Path = FASHION) -> Task:
-    """Fashion-MNIST for an MLP of two hidden layers."""
+def images(folder: Path = FASHION, *, moved: bool = False) -> Task:
+    """Fashion-MNIST for an MLP of two hidden layers.
+
+    Args:
+        folder: of the four files.
+        moved: whether each training picture is flipped by chance and shifted by up to two pixels,
+            anew in each epoch, so that a long run learns no picture by heart.
+    """
     if not folder.exists():
         raise FileNotFoundError(
             f"no Fashion-MNIST in {folder}: apt-get install dataset-fashion-mnist, or unpack that "
@@ -90,25 +98,46 @@ def images(folder: Path = FASHION) -> Task:
             for a, b in itertools.pairwise(sizes)
         ]
 
-    def of(params: list[Any], batch: Any) -> jax.Array:
-        h, label = batch
+    def logits(params: list[Any], h: jax.Array) -> jax.Array:
         for layer in params[:-1]:
             h = jax.nn.relu(h @ layer["w"] + layer["b"])
-        logits = h @ params[-1]["w"] + params[-1]["b"]
-        return optax.softmax_cross_entropy_with_integer_labels(logits, label).mean()
+        return h @ params[-1]["w"] + params[-1]["b"]
+
+    def of(params: list[Any], batch: Any) -> jax.Array:
+        found = optax.softmax_cross_entropy_with_integer_labels(logits(params, batch[0]), batch[1])
+        return found.mean()
+
+    def accuracy(params: list[Any], batch: Any) -> jax.Array:
+        return jnp.mean(jnp.argmax(logits(params, batch[0]), -1) == batch[1])
 
     def batches(seed: int) -> Iterator[Any]:
         rng = np.random.default_rng(seed)
         while True:
             order = rng.permutation(len(y))
             for at in range(0, len(y) - 255, 256):
-                yield x[order[at : at + 256]], y[order[at : at + 256]]
+                pictures = x[order[at : at + 256]]
+                yield _moved(pictures, rng) if moved else pictures, y[order[at : at + 256]]
 
     def matrices(params: list[Any]) -> list[Any]:
         hidden, matrix = len(params) - 1, MuonDimensionNumbers(0, 1)
         return [dict(w=matrix if n < hidden else None, b=None) for n in range(len(params))]
 
-    return Task("images", new_params, lambda mesh: of, batches, (test,), 1152, 256, 1e-3, matrices)
+    name = "moved images" if moved else "images"
+    parts = (new_params, lambda mesh: of, batches, (test,), 1152, 256, 1e-3, matrices, accuracy)
+    return Task(name, *parts)
+
+
+def _moved(pictures: np.ndarray, rng: np.random.Generator) -> np.ndarray:
+    """Return pictures [count, 784], each flipped or not and shifted by -2 to 2 pixels each way."""
+    count = len(pictures)
+    padded = np.pad(
+        pictures.reshape(count, 28, 28), ((0, 0), (2, 2), (2, 2)), constant_values=pictures.min()
+    )
+    down, right = rng.integers(0, 5, (2, count, 1))
+    rows, columns = down + np.arange(28), right + np.arange(28)
+    columns = np.where(rng.random((count, 1)) < 0.5, columns[:, ::-1], columns)
+    picked = padded[np.arange(count)[:, None, None], rows[:, :, None], columns[:, None, :]]
+    return picked.reshape(count, -1)
 
 
 def text() -> Task:

@@ -6,7 +6,6 @@ It needs the extra `train`: `pip install '.[train]'` in the checkout.
 from jaxoverlap.train.elastic.elastic import Elastic, ElasticRound
 from jaxoverlap.train.local_updates.algorithms import (
     bmuf,
-    co2,
     diloco,
     eager_diloco,
     local_sgd,
@@ -14,6 +13,7 @@ from jaxoverlap.train.local_updates.algorithms import (
     slowmo,
     streaming_diloco,
 )
+from jaxoverlap.train.local_updates.co2 import co2
 from jaxoverlap.train.local_updates.finite import NonFiniteRoundError
 from jaxoverlap.train.local_updates.local_updates import LocalUpdates
 from jaxoverlap.train.local_updates.outer import Outer

@@ -6,12 +6,12 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 from jax import lax
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
-from jaxoverlap.parallelism.pipeline.execute import data_axes, mean_over, rows_of, wide_zeros
+from jaxoverlap.parallelism.pipeline.execute import data_axes, mean_over, rows_of
+from jaxoverlap.parallelism.pipeline.leaves import wide_zeros
 
 Tree = Any
 
@@ -31,8 +31,8 @@ def accumulated(
             are summed over them once a step. As in `pipeline.value_and_grad`.
 
     Returns:
-        call(params, batch) -> (mean loss, gradients in the dtypes of params). `batch` has a first
-        dim of micro-batches.
+        call(params, batch) -> (mean loss in float32 at least, gradients in the dtypes of params).
+        `batch` has a first dim of micro-batches.
 
     Raises:
         ValueError: if the mesh has no such axes.
@@ -45,10 +45,10 @@ def accumulated(
         def add(total: tuple[jax.Array, Tree], micro_batch: Tree) -> tuple[Any, None]:
             value, gradients = jax.value_and_grad(loss)(params, micro_batch)
             sums = jax.tree.map(lambda a, g: a + g.astype(a.dtype), total[1], gradients)
-            return (total[0] + value, sums), None
+            return (total[0] + value.astype(total[0].dtype), sums), None
 
         like = jax.eval_shape(loss, params, jax.tree.map(lambda a: a[0], batch))
-        start = (jnp.zeros((), like.dtype), jax.tree.map(wide_zeros, params))
+        start = jax.tree.map(wide_zeros, (like, params))
         value, sums = mean_over(data, lax.scan(add, start, batch)[0])
         return value / count, jax.tree.map(lambda g, w: (g / count).astype(w.dtype), sums, params)
 

@@ -9,15 +9,26 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
+from jaxoverlap._util.expect import expect_one_of
+from jaxoverlap.parallelism.pipeline import zero_bubble
+from jaxoverlap.parallelism.pipeline.leaves import (
+    as_cotangent,
+    differentiable,
+    dtype_of,
+    is_differentiable,
+    no_gradient,
+    picked,
+    summed_into,
+    wide_zeros,
+)
 from jaxoverlap.parallelism.pipeline.schedule import NONE, PipelineSchedule
 
 Tree = Any
@@ -36,6 +47,7 @@ def value_and_grad(
     pieces: int = 1,
     axis: str = "pipeline",
     data: Sequence[str] = (),
+    order: Literal["1F1B", "ZB-H1"] = "1F1B",
 ) -> Callable[[Tree, Tree, Tree], tuple[jax.Array, tuple[Tree, Tree]]]:
     """Make a function that gives a pipelined model's loss and its gradients, by 1F1B.
 
@@ -48,8 +60,8 @@ def value_and_grad(
     over the last ticks {ppermute, vjp}; a pmean over `data`; all inside a shard_map whose manual
     axes are `axis` and those of `data`.
 
-    Gradients are added up in float32, and given in the weights' dtype. Those of `shared` are made
-    and added by the stages that use it alone: the first and the last.
+    Losses and gradients are added up in float32; gradients are given in the weights' dtype. Those
+    of `shared` are made and added by the stages that use it alone: the first and the last.
 
     Args:
         stage: stage(weights of a piece, x) -> y, of x's shape and dtype. What its backward pass
@@ -65,9 +77,13 @@ def value_and_grad(
             Gradients are averaged over them once a step; with automatic axes XLA would do so in
             every micro-batch. The functions see one device's shard over these axes, and
             may not constrain anything over them; losses are means, so that theirs is averaged.
+        order: "ZB-H1" runs the weights' gradients as passes of their own, where 1F1B waits
+            (`zero_bubble`); activations are kept, not computed again from the stage's input.
+            Needs pieces=1.
 
     Returns:
-        call(stages, shared, batch) -> (mean loss, (gradients of stages, gradients of shared)).
+        call(stages, shared, batch) -> (mean loss in float32 at least, (gradients of stages,
+        gradients of shared)).
         `stages` has a first dim of `pieces` times the size of `axis`, sharded over `axis`, in the
         order of `stage_order`; `batch` a first dim of micro-batches.
 
@@ -77,8 +93,12 @@ def value_and_grad(
     if axis not in mesh.shape:
         raise ValueError(f"a mesh of {tuple(mesh.shape)} has no axis {axis!r}: add one of stages")
     data = data_axes(mesh, data)
+    expect_one_of("order", order, "1F1B", "ZB-H1")
+    if order == "ZB-H1" and pieces > 1:
+        raise ValueError(f"order='ZB-H1' with pieces={pieces}: its table has one piece a stage")
     schedule = PipelineSchedule(mesh.shape[axis], micro_batches, pieces)
-    body = functools.partial(_device, schedule, stage, first, last, axis, data)
+    device = _device if order == "1F1B" else _device_of_passes
+    body = functools.partial(device, schedule, stage, first, last, axis, data)
 
     def call(stages: Tree, shared: Tree, batch: Tree) -> tuple[jax.Array, tuple[Tree, Tree]]:
         _check(stages, shared, batch, schedule)
@@ -100,9 +120,9 @@ def value_and_grad(
 
 def _check(stages: Tree, shared: Tree, batch: Tree, schedule: PipelineSchedule) -> None:
     for leaf in jax.tree.leaves((stages, shared)):
-        if not _moves(leaf):
+        if not is_differentiable(leaf):
             raise ValueError(
-                f"weights of dtype {_dtype(leaf)}: expected floats, which have "
+                f"weights of dtype {dtype_of(leaf)}: expected floats, which have "
                 "gradients; close over other values, or give them with the batch"
             )
     wanted = schedule.stages * schedule.pieces
@@ -123,14 +143,14 @@ def _check(stages: Tree, shared: Tree, batch: Tree, schedule: PipelineSchedule) 
 def _check_shapes(
     stage: Stage, last: Last, stages: Tree, shared: Tree, x: Tree, batch: Tree
 ) -> None:
-    y = jax.eval_shape(lambda stages, x: stage(_picked(stages, jnp.int32(0)), x), stages, x)
+    y = jax.eval_shape(lambda stages, x: stage(picked(stages, jnp.int32(0)), x), stages, x)
     if jax.tree.map(_kind, x) != jax.tree.map(_kind, y):
         raise ValueError(
             f"stage(weights, x) makes {jax.tree.map(_kind, y)} of an x of "
             f"{jax.tree.map(_kind, x)}: expected the same shapes and dtypes, as the next stage "
             "takes them"
         )
-    loss = jax.eval_shape(last, shared, y, _picked(batch, jnp.int32(0)))
+    loss = jax.eval_shape(last, shared, y, picked(batch, jnp.int32(0)))
     if getattr(loss, "shape", None) != ():
         raise ValueError(f"last(shared, y, batch) gives {loss}: expected a scalar, the mean loss")
 
@@ -158,15 +178,14 @@ def _device(
     count, v = schedule.micro_batches, schedule.pieces
 
     def micro_batch(number: jax.Array) -> Tree:
-        return _picked(batch, jnp.maximum(number, 0))
+        return picked(batch, jnp.maximum(number, 0))
 
     x_like = jax.eval_shape(first, shared, micro_batch(jnp.int32(0)))
     _check_shapes(stage, last, stages, shared, x_like, batch)
     x_zero = jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype), x_like)
-    dx_zero = jax.tree.map(lambda a: a if _moves(a) else None, x_zero)
+    dx_zero = jax.tree.map(lambda a: a if is_differentiable(a) else None, x_zero)
     kept = jax.tree.map(lambda a: jnp.zeros((tables.slots, *a.shape), a.dtype), x_like)
-    loss_like = jax.eval_shape(last, shared, x_like, micro_batch(jnp.int32(0)))
-    loss_zero = jnp.zeros((), loss_like.dtype)
+    loss_zero = wide_zeros(jax.eval_shape(last, shared, x_like, micro_batch(jnp.int32(0))))
 
     def run_forward(carry: dict[str, Tree], tick: jax.Array) -> dict[str, Tree]:
         number, piece, slot = (row[tick] for row in rows[:3])
@@ -181,20 +200,24 @@ def _device(
             carry["kept"],
             x,
         )
-        y = stage(_picked(stages, jnp.maximum(piece, 0)), x)
+        y = stage(picked(stages, jnp.maximum(piece, 0)), x)
         return {**carry, "kept": kept, "y": y}
 
     def run_backward(carry: dict[str, Tree], tick: jax.Array) -> dict[str, Tree]:
         number, piece, slot = (row[tick] for row in rows[3:])
         busy = number != NONE
-        weights = _picked(stages, jnp.maximum(piece, 0))
-        x, of = _picked(carry["kept"], jnp.maximum(slot, 0)), micro_batch(number)
+        weights = picked(stages, jnp.maximum(piece, 0))
+        x, of = picked(carry["kept"], jnp.maximum(slot, 0)), micro_batch(number)
         y, pull = jax.vjp(stage, weights, x)
 
         def score(total: Tree) -> tuple[jax.Array, Tree, Tree]:
             value, pull_last = jax.vjp(lambda s, y: last(s, y, of), shared, y)
-            of_shared, of_y = pull_last(jnp.asarray(1.0 / count, value.dtype))
-            return value / count, _sum(total, of_shared), _moving(y, of_y)
+            of_shared, of_y = pull_last(jnp.ones_like(value))  # 1 / count in bfloat16 is not exact
+            return (
+                value.astype(loss_zero.dtype),
+                summed_into(total, of_shared),
+                differentiable(y, of_y),
+            )
 
         def passed_on(total: Tree) -> tuple[jax.Array, Tree, Tree]:
             return loss_zero, total, carry["dy"]
@@ -202,13 +225,13 @@ def _device(
         is_last = at_last & (piece == v - 1) & busy
         loss, of_shared, of_y = lax.cond(is_last, score, passed_on, carry["shared"])
         cotangent = jax.tree.map(
-            lambda a, g: _no_gradient(a) if g is None else jnp.where(busy, g, 0), y, of_y
+            lambda a, g: no_gradient(a) if g is None else jnp.where(busy, g, 0), y, of_y
         )
         of_weights, of_x = pull(cotangent)
 
         def embed(total: Tree) -> Tree:
             start, pull_first = jax.vjp(lambda s: first(s, of), shared)
-            return _sum(total, pull_first(_cotangent(start, of_x))[0])
+            return summed_into(total, pull_first(as_cotangent(start, of_x))[0])
 
         is_first = at_first & (piece == 0) & busy
         # What is idle runs on any input, where a derivative may be infinite, and 0 times it nan.
@@ -217,7 +240,7 @@ def _device(
             **carry,
             "stages": _added(carry["stages"], of_weights, jnp.maximum(piece, 0)),
             "shared": lax.cond(is_first, embed, lambda total: total, of_shared),
-            "dx": _moving(x, of_x),
+            "dx": differentiable(x, of_x),
             "loss": carry["loss"] + loss,
         }
 
@@ -257,8 +280,38 @@ def _device(
     ends = (0, schedule.warm_up_ticks, schedule.forward_ticks, schedule.ticks)
     for phase, begin, end in zip((warm_up, steady, drain), ends[:-1], ends[1:], strict=True):
         carry, _ = lax.scan(phase, carry, jnp.arange(begin, end))
-    sums = mean_over(data, (carry["loss"], carry["stages"], carry["shared"]))
-    loss, of_stages, of_shared = sums
+    return _means((carry["loss"], carry["stages"], carry["shared"]), count, data, stages)
+
+
+def _device_of_passes(
+    schedule: PipelineSchedule,
+    stage: Stage,
+    first: First,
+    last: Last,
+    axis: str,
+    data: tuple[str, ...],
+    index: jax.Array,
+    stages: Tree,
+    shared: Tree,
+    batch: Tree,
+) -> tuple[jax.Array, tuple[Tree, Tree]]:
+    """Run all ticks of one stage in ZB-H1's order."""
+    p, count, weights = schedule.stages, schedule.micro_batches, picked(stages, jnp.int32(0))
+    x_like = jax.eval_shape(first, shared, picked(batch, jnp.int32(0)))
+    _check_shapes(stage, last, stages, shared, x_like, batch)
+    loss, of_weights, of_shared = zero_bubble.run_stage(
+        stage, first, last, axis, p, count, index[0], weights, shared, batch
+    )
+    of_stages = jax.tree.map(lambda g: g[None], of_weights)
+    return _means((loss, of_stages, of_shared), count, data, stages)
+
+
+def _means(
+    sums: tuple[jax.Array, Tree, Tree], count: int, data: tuple[str, ...], stages: Tree
+) -> tuple[jax.Array, tuple[Tree, Tree]]:
+    """Return a device's loss and gradients, of sums over its `count` micro-batches."""
+    means = mean_over(data, jax.tree.map(lambda a: a / count, sums))
+    loss, of_stages, of_shared = means
     of_stages = jax.tree.map(lambda g, w: g.astype(w.dtype), of_stages, stages)
     return loss[None], (of_stages, jax.tree.map(lambda a: a[None], of_shared))
 
@@ -279,11 +332,6 @@ def rows_of(batch: Tree, data: tuple[str, ...]) -> Tree:
     return jax.tree.map(lambda leaf: P(None, data) if data and leaf.ndim > 1 else P(), batch)
 
 
-def wide_zeros(leaf: jax.Array) -> jax.Array:
-    """Return where to add a weight's gradients: zeros in float32, or the dtype if that is wider."""
-    return jnp.zeros(leaf.shape, jnp.promote_types(leaf.dtype, jnp.float32))
-
-
 def mean_over(data: tuple[str, ...], tree: Tree) -> Tree:
     """Return the mean over manual axes; in float32, as XLA:CPU cannot sum bfloat16 there."""
     if not data:
@@ -296,42 +344,9 @@ def mean_over(data: tuple[str, ...], tree: Tree) -> Tree:
     return jax.tree.map(mean, tree)
 
 
-def _sum(total: Tree, part: Tree) -> Tree:
-    """Add up gradients in the dtype of the total."""
-    return jax.tree.map(lambda a, b: a + b.astype(a.dtype), total, part)
-
-
-def _moving(like: Tree, gradients: Tree) -> Tree:
-    """Return gradients with None for what has none."""
-    return jax.tree.map(lambda a, g: g if _moves(a) else None, like, gradients)
-
-
-def _cotangent(like: Tree, gradients: Tree) -> Tree:
-    """Return gradients as `jax.vjp` takes them: float0 for what has none."""
-    return jax.tree.map(lambda a, g: g if _moves(a) else _no_gradient(a), like, gradients)
-
-
-def _dtype(leaf: Any) -> Any:
-    return leaf.dtype if hasattr(leaf, "dtype") else jnp.result_type(leaf)
-
-
-def _no_gradient(leaf: Any) -> np.ndarray:
-    return np.zeros(leaf.shape, jax.dtypes.float0)
-
-
-def _moves(leaf: Any) -> bool:
-    """Return whether a value has a gradient."""
-    return bool(jnp.issubdtype(_dtype(leaf), jnp.inexact))
-
-
 def _summed(parts: jax.Array) -> jax.Array:
     """Add up what the stages have, in their dtype."""
     return lax.reduce(parts, jnp.zeros((), parts.dtype), lax.add, (0,))
-
-
-def _picked(tree: Tree, at: jax.Array) -> Tree:
-    """Return row `at` of every leaf."""
-    return jax.tree.map(lambda a: lax.dynamic_index_in_dim(a, at, 0, keepdims=False), tree)
 
 
 def _added(total: Tree, part: Tree, at: jax.Array) -> Tree:

@@ -10,8 +10,9 @@ seconds, p stages of v chunks and m micro-batches, a step takes
     ZB-H1          m (f + b + w) + (p - 1) (f + b - w)     for w <= f and w <= b; m >= 2 p - 1
 
 ZB-H1's table is a reconstruction from its rule: as many micro-batches in memory as 1F1B has on its
-first stage, and W where 1F1B waits. The program of
-`pipeline.value_and_grad` runs none of these: its stages share a clock (`Schedule`).
+first stage, and W where 1F1B waits. `pipeline.value_and_grad` runs it with order="ZB-H1", on a
+clock that its stages share; its 1F1B has such a clock too, and a table of its own
+(`PipelineSchedule`).
 """
 
 from __future__ import annotations

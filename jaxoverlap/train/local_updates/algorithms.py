@@ -1,22 +1,15 @@
-"""Known algorithms of local updates, each a value of `Outer` with its source."""
+"""Known algorithms of local updates but CO2, each a value of `Outer` with its source."""
 
 from __future__ import annotations
 
-from typing import Any, Literal, cast
+from typing import Any, Literal
 
-import jax.numpy as jnp
 import optax
 
 from jaxoverlap._util.limits import flag, number, whole
 from jaxoverlap.train.arguments import rate
 from jaxoverlap.train.local_updates.outer import Outer, momentum_in_range
-from jaxoverlap.train.local_updates.transforms import (
-    Penalty,
-    clipped_momentum,
-    penalized,
-    per_inner_rate,
-    ratio,
-)
+from jaxoverlap.train.local_updates.transforms import clipped_momentum, per_inner_rate
 
 
 def local_sgd(*, every: int) -> Outer:
@@ -166,56 +159,6 @@ def streaming_diloco(
         lag=delay,
         name="streaming_diloco",
     )
-
-
-def co2(
-    *,
-    every: int,
-    momentum: float = 0.2,
-    learning_rate: float | optax.Schedule = 1.0,
-    staleness: Literal["ratio"] | float | Penalty = "ratio",
-    clip: float | None = 1.0,
-    delay: Literal[0, 1] = 1,
-) -> Outer:
-    """Hide each round's average behind the next round's steps.
-
-    With x_t where round t began and Λ the penalty of staleness:
-
-        m_t = clip(momentum · m_{t-1} + (x_{t-1} - average of round t-1's ends) / Λ_t)
-        x_{t+1} = x_t - learning_rate · m_t
-
-    Source: Sun et al., CO2 (arXiv 2401.16265). This is a reconstruction from the paper's abstract,
-    its reviews and the released code: the formula of Λ was not found (`transforms.ratio`).
-
-    Args:
-        every: steps of a round.
-        momentum: of the outer gradient, in [0, 1).
-        learning_rate: the outer one; or a schedule of it by the number of the round.
-        staleness: "ratio"; a constant, 1 or more (1, no penalty, is what the released code has); or
-            a function of the norms of the last update and of the gradient, taken as 1 where below.
-        clip: the most that an element of the momentum may be, either sign; None for no clip.
-        delay: 0 waits for each average, to see what the delay costs.
-    """
-    if clip is not None:
-        clip = number("clip", clip, above=0)
-    transform = optax.chain(
-        clipped_momentum(momentum_in_range(momentum), clip),
-        scaled("learning_rate", learning_rate, -1),
-    )
-    penalty = _penalty(staleness)
-    if callable(staleness) or staleness != 1:
-        transform = penalized(transform, penalty)
-    return Outer(every=every, transform=transform, delay=delay, name="co2")
-
-
-def _penalty(staleness: Any) -> Penalty:
-    if callable(staleness):
-        return cast(Penalty, staleness)
-    if isinstance(staleness, str) and staleness == "ratio":
-        return ratio
-    others = ", or 'ratio', or a function of the norms of the last update and of the outer gradient"
-    constant = number("staleness", staleness, least=1, why=others)
-    return lambda moved, gradient: jnp.asarray(constant, jnp.float32)
 
 
 def scaled(name: str, learning_rate: Any, sign: int = 1) -> optax.GradientTransformation:

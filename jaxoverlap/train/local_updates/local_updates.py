@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import math
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -12,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 from jaxoverlap._util.limits import flag
@@ -34,9 +33,11 @@ from jaxoverlap.train.local_updates.round import Rounds, Step
 from jaxoverlap.train.local_updates.state import (
     LocalState,
     ParamsIn,
+    bytes_on_device,
     check_made_by,
     fragments_of,
     made_by,
+    named_shardings,
 )
 from jaxoverlap.train.local_updates.step_check import check_batches, check_outer, check_step
 from jaxoverlap.train.optax_update import update
@@ -120,7 +121,8 @@ class LocalUpdates(OverWorkers):
         function("train_step", train_step, "train_step(state, batch) -> (state, metrics)")
         if sync is None and stacked:
             raise ValueError(f"stacked={stacked!r} without sync: it says what is compressed")
-        self.outer = outer
+        self.outer = outer.for_workers(self.workers)
+        self._last_round: tuple[Any, int] = (None, 0)  # a state's `round`, on devices and here
         self._check_finite, self._reports = flag("check", check), Reports()
         self._step = train_step._fn if isinstance(train_step, Overlapped) else train_step
         self._params_in = ParamsIn(params)
@@ -181,7 +183,7 @@ class LocalUpdates(OverWorkers):
 
     def _consolidated(self, state: LocalState) -> LocalState:
         if self.outer.eager:  # each has applied its own part of what is under way
-            left = 1 - 1 / len(state.finite)
+            left = self.outer.left(len(state.finite))
             state = replace(state, sent=jax.tree.map(lambda own: own * left, state.sent))
         found = self._each_worker(state, mean_of_workers)
         if self.outer.same_start:  # an average of equals may round
@@ -198,15 +200,15 @@ class LocalUpdates(OverWorkers):
     def _with_rest(self, state: LocalState) -> LocalState:
         """Return a consolidated state whose `sent` is right for this number of workers.
 
-        With an eager outer optimizer a worker applies its own part of what it sends at once, and
-        what is left, 1 - 1 / workers of it, with the next round. A consolidated state has what is
-        left; so that as much is left of another number of workers, it is scaled. One worker leaves
-        nothing, and for it the rest is applied here.
+        With an eager outer optimizer a worker applies its share of what it sends at once, and what
+        is left of it (`Outer.left`) with the next round. A consolidated state has what is left; so
+        that as much is left of another number of workers, it is scaled. Where nothing is left, as
+        of one worker, the rest is applied here.
         """
         if not self.outer.eager:
             return state
-        if self.workers > 1:
-            sent = jax.tree.map(lambda rest: rest / (1 - 1 / self.workers), state.sent)
+        if left := self.outer.left(self.workers):
+            sent = jax.tree.map(lambda rest: rest / left, state.sent)
             return replace(state, sent=sent)
         updates, moved = update(self.outer.transform, state.sent, state.optimizer[0], state.begin)
         begin = optax.apply_updates(state.begin, updates)
@@ -283,6 +285,8 @@ class LocalUpdates(OverWorkers):
         check_batches(batches, outer.every, self.workers, self.axis)
         self._check_state(state)
         self._reports.check(1)
+        index = self._index_of(state) if outer.has_waits else 0
+        outer = outer.of_round(index)
         arrays, control = state.arrays, state.control
         program_of = functools.partial(self._round_of, arrays, batches, outer)
         if self._loop is None:
@@ -292,7 +296,13 @@ class LocalUpdates(OverWorkers):
             program, control, arrays = turn.program, turn.control, replace(arrays, sync=turn.sync)
         arrays, metrics, seen = program(arrays, batches)
         self._reports.append(seen)
+        self._last_round = (arrays.round, index + 1) if outer.has_waits else (None, 0)
         return replace(arrays.with_host_of(state), control=control), metrics
+
+    def _index_of(self, state: LocalState) -> int:
+        """Return a round's index; only of a state that the last round did not return is it read."""
+        array, index = self._last_round
+        return index if state.round is array else int(state.round)
 
     def check(self, state: LocalState) -> None:
         """Wait for the rounds so far, and raise if something of one was left out.
@@ -335,8 +345,9 @@ class LocalUpdates(OverWorkers):
             lambda b: batch_like(b, place.at(*(None, self.axis)[: np.ndim(b)])), batches
         )
         settings = (averager.settings, averager.accumulate) if averager else None
-        key = ("round", outer.every, settings, key_of((shapes, rows)))
-        beside = second_device.mesh_beside(self.mesh) if self.outer.delay else None
+        key = ("round", outer.every, outer.waits, settings, key_of((shapes, rows)))
+        hides = outer.delay and not outer.waits
+        beside = second_device.mesh_beside(self.mesh) if hides else None
 
         def make() -> Any:
             check_step(self._step, shapes.worker, rows, self.axis, self.workers)
@@ -376,7 +387,7 @@ class LocalUpdates(OverWorkers):
             return 0
         params = self._params_in.get(state.worker)
         kept = state.worker if self._check_finite else ()
-        return 3 * _bytes_on_device(params) + _bytes_on_device(kept)
+        return 3 * bytes_on_device(params) + bytes_on_device(kept)
 
     def _rounds(
         self, state: LocalState, averager: Averager | None = None, outer: Outer | None = None
@@ -393,22 +404,3 @@ class LocalUpdates(OverWorkers):
     def _program(self, name: Hashable, args: Any, make: Any) -> Any:
         """Return the program of a name for arguments like these, made once."""
         return self._programs.get((name, key_of(args)), make)
-
-
-def named_shardings(state: LocalState) -> LocalState:
-    """Return the shardings of a state's leaves, or raise if one is on no mesh."""
-
-    def one(leaf: Any) -> NamedSharding:
-        if not isinstance(leaf.sharding, NamedSharding):
-            raise ValueError(
-                f"a state with a leaf that lies at {leaf.sharding}: give what init(), spread() or "
-                "a round returned, or a checkpoint restored to the shardings of abstract()"
-            )
-        return leaf.sharding
-
-    return jax.tree.map(one, state)
-
-
-def _bytes_on_device(tree: Any) -> int:
-    leaves = (leaf for leaf in jax.tree.leaves(tree) if hasattr(leaf.dtype, "itemsize"))
-    return sum(math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize for x in leaves)

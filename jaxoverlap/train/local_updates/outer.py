@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Annotated, Any
@@ -32,8 +33,14 @@ class Outer:
             and not how far the worker came (Overlap-Local-SGD).
         eager: whether a worker's own outcome is applied at once, and that of the others with the
             delay. The updated values then differ between workers.
+        share: of its own outer gradient, that an eager worker applies at once, in (0, 1]; the rest
+            comes with the average. None for 1 / workers, its part of the average.
         fragments: parts of the parameters, each sent in its own part of the round.
         lag: steps between the start of a fragment's average and its use; needs delay 0.
+        waits_first, waits_from: rounds, the first so many and all from a number on, that wait for
+            their own average and begin the next round at it, as LocalSGD's; needs delay 1.
+        waits: whether every round does.
+        of_workers: makes `transform` for a number of workers, where it depends on that.
         name: the algorithm's, for people.
     """
 
@@ -43,8 +50,13 @@ class Outer:
     keep: Annotated[float, partial(number, least=0, most=1)] = 0.0
     sends_start: bool = False
     eager: bool = False
+    share: Annotated[float, partial(number, above=0, most=1)] | None = None
     fragments: AtLeast1 = 1
     lag: AtLeast0 = 0
+    waits_first: AtLeast0 = 0
+    waits_from: AtLeast0 | None = None
+    waits: bool = False
+    of_workers: Callable[[int], optax.GradientTransformation] | None = None
     name: str = "an outer optimizer"
 
     def __post_init__(self) -> None:
@@ -65,6 +77,13 @@ class Outer:
             )
         if (self.eager or self.sends_start) and not self.delay:
             raise ValueError("eager or sends_start without delay=1: nothing is late there")
+        if self.share is not None and not self.eager:
+            raise ValueError(f"share={self.share} without eager=True: nothing is applied at once")
+        if self.has_waits and (not self.delay or self.keep or self.sends_start):
+            raise ValueError(
+                "waits, waits_first or waits_from: expected delay=1, keep=0 and sends_start=False, "
+                "as rounds that wait begin the next one at their own average; leave out either"
+            )
 
     def shortened(self, steps: int) -> Outer:
         """Return the same with fewer steps in a round.
@@ -80,10 +99,36 @@ class Outer:
             )
         return replace(self, every=steps)
 
+    def of_round(self, index: int) -> Outer:
+        """Return the same for one round, in which all or none `waits`."""
+        return replace(self, waits=True) if self.waits_in(index) else self
+
+    def for_workers(self, workers: int) -> Outer:
+        """Return the same with the transform for a number of workers."""
+        if self.of_workers is None:
+            return self
+        return replace(self, transform=self.of_workers(workers))
+
+    def waits_in(self, index: Any) -> Any:
+        """Return whether a round waits for its own average; of an int or an array of them."""
+        late = False if self.waits_from is None else index >= self.waits_from
+        return self.waits | (index < self.waits_first) | late
+
+    def left(self, workers: int) -> float:
+        """Return the share of its own outer gradient that a worker still applies a round late."""
+        if not self.eager:
+            return 1.0
+        return 1 - (1 / workers if self.share is None else self.share)
+
+    @property
+    def has_waits(self) -> bool:
+        """Return whether any round waits for its own average despite the delay."""
+        return self.waits or self.waits_first > 0 or self.waits_from is not None
+
     @property
     def kind(self) -> str:
         """Return the algorithm as its states record it: name, and what changes their meaning."""
-        options = {"delay": 0, "eager": False, "sends_start": False, "fragments": 1}
+        options = dict(delay=0, eager=False, share=None, sends_start=False, fragments=1)
         given = {name: getattr(self, name) for name in options}
         text = ", ".join(f"{name}={x}" for name, x in given.items() if x != options[name])
         return f"{self.name}({text})"

@@ -69,13 +69,14 @@ class Rounds:
         late, state = state.finite, replace(state, finite=fine_yet)
         for number, take in enumerate(self.fragments):
             average, sync, told = None, state.sync, None
-            if outer.delay:  # beside the steps below
+            hides = bool(outer.delay) and not outer.waits
+            if hides:  # beside the steps below
                 average, sync, told = self.averaged(state.sent, sync, (late, state.finite))
             at = number * outer.part
             launch, end = at + outer.part - outer.lag, at + outer.part
             started = self.params_in.get(state.worker)
-            state = self._advanced(state, batches, at, launch, bool(outer.delay), metrics)
-            if not outer.delay:
+            state = self._advanced(state, batches, at, launch, hides, metrics)
+            if not hides:
                 progress, fine = self._progress(state, started, take), (late, state.finite)
                 average, sync, told = self.averaged(progress, sync, fine, take)
                 late, state = fine_yet, replace(state, finite=fine_yet)
@@ -146,13 +147,30 @@ class Rounds:
         return lax.scan(step, worker, jax.tree.map(shared_out, batches), length=count)
 
     def _progress(self, state: LocalState, started: Any, take: Take) -> Any:
-        """Return how far each worker came from where the round began, of a fragment."""
+        """Return how far each worker came from where the round began, of a fragment.
+
+        In a round that waits despite a delay that includes what is left of the round before; and
+        of eager workers, which began apart, it is where they ended, less what is left.
+        """
+        if self.outer.waits:
+            return self._waited_progress(state, started)
         begin = take(started) if self.outer.same_start else self._whole(take(state.begin), take)
 
         def one(begin: jax.Array, end: jax.Array) -> jax.Array:
             return (begin - end).astype(end.dtype)  # where outer state is wider, sums are not
 
         return jax.tree.map(one, begin, take(self.params_in.get(state.worker)))
+
+    def _waited_progress(self, state: LocalState, started: Any) -> Any:
+        left = self.outer.left(self.placement.workers)
+
+        def moved(sent: jax.Array, start: jax.Array, end: jax.Array) -> jax.Array:
+            return start - end + (left * sent).astype(end.dtype)
+
+        moves = jax.tree.map(moved, state.sent, started, self.params_in.get(state.worker))
+        if not self.outer.eager:
+            return moves
+        return jax.tree.map(lambda b, m: b - m.astype(b.dtype), state.begin, moves)
 
     def averaged(
         self, values: Any, sync: Any, fine: tuple[jax.Array, jax.Array], take: Take = _all
@@ -264,7 +282,9 @@ class Rounds:
         mine = take(ended)
         start = jax.tree.map(lambda b, e: _lerp(b, e, outer.keep), whole, mine)
         sent = state.sent
-        if outer.delay:
+        if outer.waits:
+            sent = jax.tree.map(jnp.zeros_like, sent)
+        elif outer.delay:
             sent = own
             if outer.sends_start:
                 sent = jax.tree.map(lambda b, s: (b - s).astype(s.dtype), whole, start)
@@ -288,13 +308,18 @@ class Rounds:
 
     def outer_step(self, begin: Any, optimizer: Any, average: Any) -> tuple[Any, Any]:
         """Return the parameters and the outer optimizer's state after an outer step."""
+        if self.outer.waits:
+            return jax.tree.map(lambda b, a: (b - a).astype(b.dtype), begin, average), optimizer
         updates, optimizer = update(self.outer.transform, average, optimizer, begin)
         return optax.apply_updates(begin, updates), optimizer
 
     def _eager_step(self, state: LocalState, own: Any, average: Any) -> tuple[Any, Any]:
-        workers = self.placement.workers
+        if self.outer.waits:
+            same = jax.tree.map(lambda b, a: jnp.broadcast_to(a, b.shape), state.begin, average)
+            return same, state.optimizer[0]
+        share = 1 - self.outer.left(self.placement.workers)
         gradients = jax.tree.map(
-            lambda mine, sent, mean: (mine - sent) / workers + mean, own, state.sent, average
+            lambda mine, sent, mean: share * (mine - sent) + mean, own, state.sent, average
         )
         step = jax.vmap(self.outer_step, spmd_axis_name=self.placement.axis)
         return step(state.begin, state.optimizer[0], gradients)
@@ -321,6 +346,19 @@ class Rounds:
     def _flushed(self, state: LocalState) -> Any:
         if not self.outer.delay:
             return state.begin
+        if self.outer.has_waits:  # nothing is under way after a round that waited
+            waited, begin = self.outer.waits_in(state.round - 1), self._begin(state)
+            return jax.tree.map(lambda b, f: jnp.where(waited, b, f), begin, self._late(state))
+        return self._late(state)
+
+    def _begin(self, state: LocalState) -> Any:
+        """Return where the round begins: of eager workers, their mean."""
+        if not self.outer.eager:
+            return self._whole(state.begin)
+        return jax.tree.map(lambda b: b.mean(0).astype(b.dtype), state.begin)
+
+    def _late(self, state: LocalState) -> Any:
+        """Return the parameters with the average that is under way applied."""
         average, _, _ = self.averaged(state.sent, state.sync, (state.finite, state.finite))
         if not self.outer.eager:
             begin, _ = self.outer_step(state.begin, state.optimizer[0], average)

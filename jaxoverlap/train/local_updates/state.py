@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import jax
 import numpy as np
+from jax.sharding import NamedSharding
 
 _MADE_BY = 96  # bytes: all of `Outer.kind` of the known algorithms, and names of users' own
 
@@ -196,3 +198,23 @@ def joined(tree: Any, part: Any) -> Any:
     return jax.tree.map(
         lambda old, new: old if new is None else new, tree, part, is_leaf=lambda leaf: leaf is None
     )
+
+
+def named_shardings(state: LocalState) -> LocalState:
+    """Return the shardings of a state's leaves, or raise if one is on no mesh."""
+
+    def one(leaf: Any) -> NamedSharding:
+        if not isinstance(leaf.sharding, NamedSharding):
+            raise ValueError(
+                f"a state with a leaf that lies at {leaf.sharding}: give what init(), spread() or "
+                "a round returned, or a checkpoint restored to the shardings of abstract()"
+            )
+        return leaf.sharding
+
+    return jax.tree.map(one, state)
+
+
+def bytes_on_device(tree: Any) -> int:
+    """Return the bytes of a tree's arrays on one device."""
+    leaves = (leaf for leaf in jax.tree.leaves(tree) if hasattr(leaf.dtype, "itemsize"))
+    return sum(math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize for x in leaves)

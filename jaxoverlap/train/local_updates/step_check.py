@@ -71,6 +71,11 @@ def check_outer(outer: Any, sync: Any, *, shard_outer: bool) -> None:
             "shard_outer=True with an eager outer optimizer: its state differs between "
             "workers, so there is nothing to scatter; leave out either"
         )
+    if outer.eager and outer.has_waits and sync is not None:
+        raise ValueError(
+            "sync with an eager outer optimizer whose first or last rounds wait: these average "
+            "parameters, which a compressor would blur; leave out sync, eager or rounds"
+        )
     if sync is not None and shard_outer:
         raise ValueError(
             "shard_outer=True with sync: a compressed average is whole on every worker, so "

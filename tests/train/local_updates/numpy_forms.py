@@ -169,3 +169,75 @@ def co2(
             before = x
         average, x = np.mean(ends, axis=0), new
     return outer(x, before, m, average)[0]
+
+
+LEAVES = (slice(FEATURES * OUT, None), slice(0, FEATURES * OUT))  # b, w: in JAX's order
+
+
+class Co2Outer:
+    """One worker's outer optimizer of CO2 with its options, on the flat vector."""
+
+    def __init__(self, options: dict):
+        self.o, zero = options, np.zeros(SIZE)
+        self.m, self.moved, self.gradient = zero, zero, zero
+        self.moves = [zero] * (options["delay"] + 1)
+        self.products, self.squares = np.zeros(2), np.zeros(2)
+
+    def sizes(self, x: np.ndarray) -> np.ndarray:
+        """Return for each element the size that its penalty is of."""
+        if self.o["over"] == "all":
+            return np.full(SIZE, np.linalg.norm(x))
+        if self.o["over"] == "element":
+            return np.abs(x)
+        found = np.zeros(SIZE)
+        for leaf in LEAVES:
+            found[leaf] = np.linalg.norm(x[leaf])
+        return found
+
+    def update(self, g: np.ndarray) -> np.ndarray:
+        rates = self.rates(g) if self.o["alpha"] == "leaf" else self.o["alpha"]
+        by = np.maximum(self.o["penalty"](self.sizes(self.moved), self.sizes(g)), 1)
+        self.m = np.clip(self.o["beta"] * self.m + g / by, -self.o["clip"], self.o["clip"])
+        self.moved = -rates * self.m
+        self.moves = [*self.moves[1:], self.moved]
+        self.gradient = g
+        return self.moved
+
+    def rates(self, g: np.ndarray) -> np.ndarray:
+        """Return 1 / (4 c) of each leaf (1 / c without a delay), between 1/4 and 1."""
+        rates, change = np.ones(SIZE), g - self.gradient
+        for i, leaf in enumerate(LEAVES):
+            u = self.moves[0][leaf]
+            self.products[i] = 0.9 * self.products[i] + change[leaf] @ u
+            self.squares[i] = 0.9 * self.squares[i] + u @ u
+            c = self.products[i] / self.squares[i] if self.squares[i] else 0.0
+            best = 0.25 if self.o["delay"] else 1.0
+            rates[leaf] = np.clip(best / c, 0.25, 1) if c > 0 else 1.0
+        return rates
+
+
+def co2_with(p: np.ndarray, data: Data, workers: int, every: int, rate: float, options: dict):
+    """CO2 with all options: beta, alpha, penalty, over, clip, delay, share, first, until.
+
+    `share` is 0 unless eager; rounds before `first` and from `until` on wait. Flushed at the end.
+    """
+    delay, share = options["delay"], options["share"]
+    outers = [Co2Outer(options) for _ in range(workers)]
+    xs, sent, waited = [p] * workers, np.zeros((workers, SIZE)), False
+    for t in range(len(data) // every):
+        span = (t * every, (t + 1) * every)
+        own = np.array([xs[i] - steps(xs[i], data, i, *span, rate) for i in range(workers)])
+        waited = delay == 1 and (t < options["first"] or t >= options["until"])
+        if waited:
+            xs = [np.mean(xs - own - (1 - share) * sent, axis=0)] * workers
+            sent = np.zeros_like(sent)
+        else:
+            late = np.mean(sent if delay else own, axis=0)
+            xs = [
+                xs[i] + outers[i].update(share * (own[i] - sent[i]) + late) for i in range(workers)
+            ]
+            sent = own
+    if delay and not waited:
+        late = np.mean(sent, axis=0)
+        xs = [xs[i] + outers[i].update(-share * sent[i] + late) for i in range(workers)]
+    return np.mean(xs, axis=0)
