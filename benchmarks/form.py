@@ -75,7 +75,7 @@ class Case:
 
 
 def _simulated(case: Case) -> dict[str, Any]:
-    seconds, size = simulate_one(
+    seconds, size, _ = simulate_one(
         TRAINER, case.model, case.configuration, AXES, case.batch, case.pod
     )
     return {"seconds": seconds, "bytes": size}

@@ -17,7 +17,7 @@ from typing import Annotated, Any
 
 import typer
 
-from benchmarks import cudnn_numbers, explicit, frame, one_gpu, ragged
+from benchmarks import cudnn_numbers, explicit, frame, one_gpu, published_overlap, ragged
 from benchmarks.drawn import rows as drawn
 from benchmarks.drawn.rows import compared
 from benchmarks.frame import in_ms, markdown, read_rows
@@ -146,6 +146,13 @@ def _ragged() -> str:
     return f"{markdown(ragged.COLUMNS, ragged.table(rows), numbers)}\n\n{measured_at(rows)}"
 
 
+def _published_overlap() -> str:
+    rows = read_rows(RESULTS / "published_overlap.jsonl")
+    columns = published_overlap.COLUMNS
+    table = markdown(columns, published_overlap.table(rows), columns[1:7])
+    return f"{table}\n\n{measured_at(rows)}"
+
+
 def _explicit() -> str:
     rows = read_rows(RESULTS / "explicit.jsonl")
     table = markdown(explicit.COLUMNS, explicit.table(rows), explicit.COLUMNS[2:])
@@ -229,6 +236,7 @@ TABLES: Mapping[str, Callable[[], str]] = {
     "meshes": _meshes,
     "ragged": _ragged,
     "explicit": _explicit,
+    "published overlap": _published_overlap,
     "one gpu": _one_gpu,
     "cudnn numbers": _cudnn_numbers,
     "drawn": _drawn,

@@ -164,7 +164,7 @@ COMMANDS = """
     profile: --at-least --debug --hlo --html --json --module --perfetto --pod --prices \
         --processes-per-host --svg --verbose PATH
     simulate: --at-least --debug --html --json --keep-rings --mesh --meshes --perfetto --plain --pod \\
-        --processes-per-host --svg STEP
+        --processes-per-host --svg --without STEP
     tune: --budget --cache --debug --json --measure --mesh --out --pod --processes-per-host STEP
 """.replace("\\\n", "")
 

@@ -10,6 +10,7 @@ import functools
 import math
 import operator
 from collections.abc import Callable
+from dataclasses import is_dataclass
 from functools import partial
 from types import NoneType
 from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
@@ -33,6 +34,17 @@ def whole(name: str, value: Any, least: int, most: int | None = None) -> int:
     fits = found >= least and (most is None or found <= most)
     expect(fits, name, value, f"a whole number, {least} {upto}")
     return found
+
+
+def integer(name: str, value: Any) -> int:
+    """Return an integer, Python's or numpy's."""
+    try:
+        if isinstance(value, bool | np.bool_):
+            raise TypeError
+        return operator.index(value)
+    except TypeError:
+        expect(False, name, value, "a whole number")
+        raise
 
 
 def number(
@@ -83,8 +95,23 @@ def one_of(name: str, value: Any, *, choices: tuple[str, ...]) -> str:
     return value
 
 
+def whole_pair(name: str, value: Any) -> tuple[int, int]:
+    """Return two integers of zero or more."""
+    fits = isinstance(value, tuple | list) and len(value) == 2
+    expect(fits, name, value, "two whole numbers")
+    return whole(name, value[0], 0), whole(name, value[1], 0)
+
+
+def instance(name: str, value: Any, *, kind: type) -> Any:
+    """Return an object of a class."""
+    expect(isinstance(value, kind), name, value, f"a {kind.__module__}.{kind.__qualname__}")
+    return value
+
+
+Integer = Annotated[int, integer]
 AtLeast0 = Annotated[int, partial(whole, least=0)]
 AtLeast1 = Annotated[int, partial(whole, least=1)]
+Above0 = Annotated[float, partial(number, above=0)]
 
 
 def checked[Kind](kind: type[Kind]) -> type[Kind]:
@@ -97,8 +124,8 @@ def checked[Kind](kind: type[Kind]) -> type[Kind]:
             share: Annotated[float, partial(number, above=0, most=1)]
             method: Literal["qr", "svd"]
 
-    What is checked: a type that is `Annotated` with a check, bool, str and `Literal`; and one of
-    these, or None. The field then has what the check returns.
+    What is checked: a type that is `Annotated` with a check, bool, str, `Literal` and a dataclass;
+    and one of these, or None. The field then has what the check returns.
     """
     after = getattr(kind, "__post_init__", None)
 
@@ -128,4 +155,6 @@ def _check_of(hint: Any) -> Check | None:
         return partial(one_of, choices=args)
     if NoneType in args and (inner := [check for a in args if (check := _check_of(a))]):
         return lambda name, value: None if value is None else inner[0](name, value)
+    if is_dataclass(hint) and isinstance(hint, type):
+        return partial(instance, kind=hint)
     return {bool: flag, str: text}.get(hint) if isinstance(hint, type) else None

@@ -20,6 +20,7 @@ from jaxoverlap.hardware.cluster import parse_cluster
 
 if TYPE_CHECKING:
     from jaxoverlap.cli.configure_model import Simulated
+    from jaxoverlap.cli.without import Without
     from jaxoverlap.parallelism.configure import Configurations
     from jaxoverlap.parallelism.model import Transformer
 
@@ -64,7 +65,10 @@ def configure(
         str | None, typer.Option("--axes", help="Sizes of some axes, as in model=8,pipeline=1.")
     ] = None,
     plain: Annotated[
-        bool, typer.Option("--plain", help="Count collectives as nothing hides them.")
+        bool,
+        typer.Option(
+            "--plain", help="Rank without jaxoverlap.overlap: by XLA's best published options."
+        ),
     ] = False,
     dtype: Annotated[
         Dtype, typer.Option(help="Of a layer's matmuls, as far as the chip has it.")
@@ -129,12 +133,19 @@ def configure(
                 "step, which has its sizes. Leave one of them out"
             )
         with working("importing JAX"):
-            from jaxoverlap.cli.configure_step import rank, shown
+            from jaxoverlap.cli.configure_step import rank, shown, target_on
         ranked = rank(model, pod, [name.strip() for name in over.split(",")], compiled=compiled)
         if json:
             show_json(ranked)
         else:
             say(shown(ranked, pod))
+            done = [one for one in ranked if one.simulated_s is not None]
+            if done:
+                from jaxoverlap.cli.without import without
+
+                fastest = min(done, key=lambda one: one.simulated_s or 0.0)
+                least = without(target_on(model, pod, ranked[0].axes), ranked[0].named)
+                say(least.compared(fastest.named, fastest.simulated_s or 0.0))
         return OK
     if global_batch is None:
         raise ValueError(
@@ -165,19 +176,24 @@ def configure(
             memory_fraction=memory_fraction,
         )
     simulated: list[Simulated] = []
+    least: Without | None = None
     if compiled:
-        from jaxoverlap.cli.configure_model import simulate_best
+        from jaxoverlap.cli.configure_model import simulate_best, simulated_without
 
         progress = functools.partial(print, file=sys.stderr, flush=True)
         simulated = simulate_best(found, compiled, trainer, progress)
+        if simulated[0].simulated_s is not None:
+            least = simulated_without(found, trainer, simulated)
     if json:
-        show_json(_builtins(found, simulated))
+        show_json(_builtins(found, simulated, least))
     else:
         say(str(found))
         if simulated:
             from jaxoverlap.cli.configure_model import shown as simulated_table
 
             say("\n" + simulated_table(simulated))
+        if least is not None:
+            say(least.compared(simulated[0].scored.shown, simulated[0].simulated_s or 0.0))
     if picture:
         from jaxoverlap.parallelism.picture import draw
 
@@ -185,12 +201,16 @@ def configure(
     return OK
 
 
-def _builtins(found: Configurations, simulated: list[Simulated]) -> dict[str, Any]:
+def _builtins(
+    found: Configurations, simulated: list[Simulated], without: Without | None
+) -> dict[str, Any]:
     """Return the ranking as plain data, the best configuration first."""
     data = found.to_builtins()
     if simulated:
         rows = {id(s): row for s, row in zip(found, data["configurations"], strict=True)}
         data["configurations"] = [{**rows[id(one.scored)], **one.facts} for one in simulated]
+    if without is not None:
+        data["without"] |= {"simulated_s": without.step_s, "options": without.seconds}
     return data
 
 

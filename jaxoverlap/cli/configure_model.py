@@ -14,15 +14,13 @@ from typing import Any
 
 from jaxoverlap._jax.jobs import peak_bytes
 from jaxoverlap._util.text import table
-from jaxoverlap.api import overlap
-from jaxoverlap.cli.shell.target import function
+from jaxoverlap.cli.shell.target import Target, function
+from jaxoverlap.cli.without import DEFAULTS, Without, without
 from jaxoverlap.parallelism.configuration import Configuration
 from jaxoverlap.parallelism.configure import Configurations
 from jaxoverlap.parallelism.model import Transformer
 from jaxoverlap.parallelism.search import Scored
 from jaxoverlap.step.stages import Compiled
-
-_PLAIN = {"granularity": "plain", "halves": None, "layouts": None}  # what overlap() leaves out
 
 
 @dataclass(frozen=True)
@@ -31,14 +29,17 @@ class Simulated:
 
     Attributes:
         scored: the configuration, with what the form predicts.
-        simulated_s: seconds of the overlapped step by simulation of XLA's schedule; None: failed.
+        simulated_s: seconds of the overlapped step by simulation of XLA's schedule, or of the
+            fastest set of options where nothing is overlapped; None: failed.
         simulated_bytes: bytes of a device by XLA's memory analysis; None: failed.
+        plain_s: seconds of the same step without overlap, by XLA's defaults; None if unknown.
         failed: the error that building or compiling ended with; "" if it did not.
     """
 
     scored: Scored
     simulated_s: float | None = None
     simulated_bytes: float | None = None
+    plain_s: float | None = None
     failed: str = ""
 
     @property
@@ -96,13 +97,54 @@ def simulate_one(
     order: tuple[str, ...],
     global_batch: int,
     pod: str,
-) -> tuple[float, float]:
-    """Compile one configuration's step; return its simulated seconds and peak bytes per device."""
+) -> tuple[float, float, float | None]:
+    """Compile one configuration's step.
+
+    Returns:
+        Its simulated seconds, its peak bytes per device, and the seconds by XLA's defaults.
+    """
+    built = _target(trainer, model, configuration, order, global_batch, pod)
+    if configuration.overlap:
+        compiled = built.compile()
+        return *simulated_costs(compiled, pod), compiled.speedup and compiled.speedup.plain_s
+    found = without(built, str(configuration))
+    if found.step_s is None:
+        raise ValueError(str(found))
+    return found.step_s, found.peak_bytes, found.seconds.get(DEFAULTS)
+
+
+def simulated_without(
+    found: Configurations, trainer: str, compiled: list[Simulated]
+) -> Without | None:
+    """Return the fastest that compiles without overlap; None where the ranking is without.
+
+    That is the form's choice, by XLA's defaults or published options; or one of the configurations
+    that were compiled overlapped, if XLA's defaults are faster there.
+    """
+    if (best := found.without) is None:
+        return None
+    config, order = best.configuration, best.placement.order
+    built = _target(trainer, found.model, config, order, found.global_batch, str(found.cluster))
+    chosen = without(built, best.shown)
+    others = [
+        Without(one.scored.shown, {DEFAULTS: one.plain_s}, {}, 0)
+        for one in compiled
+        if one.plain_s is not None
+    ]
+    return min(chosen, *others, key=lambda one: one.step_s or math.inf) if others else chosen
+
+
+def _target(
+    trainer: str,
+    model: Transformer,
+    configuration: Configuration,
+    order: tuple[str, ...],
+    global_batch: int,
+    pod: str,
+) -> Target:
     build: Callable[..., Any] = function(trainer)
     step, args = build(model, configuration, order, global_batch, pod)
-    plain: Any = {} if configuration.overlap else _PLAIN
-    overlapped: Any = overlap(step, cluster=pod, **plain)
-    return simulated_costs(overlapped.lower(*args).compile(), pod)
+    return Target(step, tuple(args), pod)
 
 
 def simulated_costs(compiled: Compiled, pod: str) -> tuple[float, float]:

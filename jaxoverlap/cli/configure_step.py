@@ -14,6 +14,7 @@ from jaxoverlap._util.progress import working
 from jaxoverlap._util.text import first_line, table
 from jaxoverlap.api import Overlapped
 from jaxoverlap.cli.configure_model import shown_if, simulated_costs
+from jaxoverlap.cli.shell.options import named
 from jaxoverlap.cli.shell.target import Target, target
 from jaxoverlap.cost.find import cost_model
 from jaxoverlap.hardware.cluster import parse_cluster
@@ -49,7 +50,7 @@ class Ranked:
     @property
     def named(self) -> str:
         """The mesh as text."""
-        return " ".join(f"{name}={size}" for name, size in self.axes.items())
+        return named(self.axes)
 
 
 def rank(step: str, pod: str, names: list[str], *, compiled: int) -> list[Ranked]:
@@ -94,7 +95,8 @@ def _evaluated(
         yield done
 
 
-def _built(step: str, pod: str, axes: dict[str, int]) -> Target:
+def target_on(step: str, pod: str, axes: dict[str, int]) -> Target:
+    """Build a user's step on a mesh of a pod."""
     return target(step, pod, ",".join(f"{name}={size}" for name, size in axes.items()))
 
 
@@ -114,7 +116,7 @@ def _recorded(one: Ranked, evaluate: Callable[..., Ranked], *arguments: Any) -> 
 
 
 def _estimated(step: str, pod: str, one: Ranked) -> Ranked:
-    built = _built(step, pod, one.axes)
+    built = target_on(step, pod, one.axes)
     traced = _traced(built)
     mesh = mesh_among(jax.tree.leaves(built.args))
     if mesh is None:
@@ -135,7 +137,7 @@ def _traced(built: Target) -> jax.stages.Traced:
 
 
 def _compiled(step: str, pod: str, one: Ranked) -> Ranked:
-    compiled = _built(step, pod, one.axes).compile()
+    compiled = target_on(step, pod, one.axes).compile()
     seconds, num_bytes = simulated_costs(compiled, pod)
     return replace(one, simulated_s=seconds, simulated_bytes=num_bytes)
 

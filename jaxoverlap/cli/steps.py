@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -21,6 +22,7 @@ from jaxoverlap.cli.shell.options import (
     Step,
     Svg,
     checked,
+    named,
     parse_axes,
 )
 from jaxoverlap.cli.shell.output import command, say, show_json, write_pictures
@@ -29,6 +31,7 @@ from jaxoverlap.plan.speedup import milliseconds
 if TYPE_CHECKING:
     from jaxoverlap.cli.configure_step import Ranked
     from jaxoverlap.cli.shell.target import Target
+    from jaxoverlap.cli.without import Without
     from jaxoverlap.simulation.audit import Audit
     from jaxoverlap.simulation.simulation import Simulation
 
@@ -44,6 +47,14 @@ _Meshes = Annotated[
     bool,
     typer.Option(
         "--meshes", help="Estimate the pod's other meshes too, and name the two best if faster."
+    ),
+]
+_Without = Annotated[
+    bool,
+    typer.Option(
+        "--without",
+        help="Compile what there is without jaxoverlap: XLA's defaults and published options, on "
+        "the fastest mesh by estimate.",
     ),
 ]
 _KeepRings = Annotated[
@@ -81,8 +92,9 @@ def explain(
     say(plan.to_json() if json else plan.text(verbose=verbose))
     if not json and plan.price is not None:
         say(
-            "Times are estimated from XLA's partitioned program; `jaxoverlap simulate` compiles "
-            "the step and simulates XLA's schedule."
+            "Times are estimated from XLA's partitioned program, those before the arrow on the "
+            "same mesh by XLA's defaults; `jaxoverlap simulate --without` compiles, and compares "
+            "with the best mesh and options without jaxoverlap."
         )
     if out is not None:
         plan.write(out)
@@ -170,6 +182,7 @@ def simulate(
     perfetto: Perfetto = None,
     at_least: _AtLeast = 0.0,
     meshes: _Meshes = False,
+    without: _Without = False,
     json: Json = False,
 ) -> int:
     """Simulate a step on a pod: its seconds, and what of its communication is exposed.
@@ -191,12 +204,14 @@ def simulate(
         with working(f"compiling {step} for {pod} as it is"):
             steps["plain"] = simulated(built.compile_plain(), pod)
     overlapped, other = steps["overlapped"], steps.get("plain")
+    ranked = _ranked(step, pod, axes) if meshes or without else []
+    best = _fastest_without(step, parse_axes(axes), built, overlapped, ranked) if without else None
     if json:
         facts: dict[str, Any] = {name: _seconds(s) for name, s in steps.items()}
         said = fewer and {"max_ctas": fewer.max_ctas, "step_s": fewer.step.step_s}
         facts["overlapped"]["fewer_channels"] = said
-        if meshes:
-            facts["meshes"] = _ranked(step, pod, axes)
+        facts |= {"meshes": ranked} if meshes else {}
+        facts |= {"without": best} if best else {}
         show_json(facts)
     else:
         say(str(overlapped))
@@ -206,7 +221,9 @@ def simulate(
         if fewer:
             say(str(fewer))
         if meshes:
-            say(_meshes_line(_ranked(step, pod, axes), axes))
+            say(_meshes_line(ranked, axes))
+        if best is not None:
+            say(best.compared(named(parse_axes(axes)), overlapped.step_s))
     write_pictures(overlapped, html, svg, perfetto, plain=other)
     return OK if _hidden(overlapped) >= at_least else NO
 
@@ -216,6 +233,30 @@ def _ranked(step: str, pod: str, axes: str) -> list[Ranked]:
     from jaxoverlap.cli.configure_step import rank
 
     return rank(step, pod, [*parse_axes(axes)], compiled=0)
+
+
+def _fastest_without(
+    step: str, own: dict[str, int], built: Target, overlapped: Simulation, ranked: list[Ranked]
+) -> Without:
+    """Compile the step as it is on the fastest mesh by estimate, and on its own if that is faster.
+
+    Args:
+        step: as the commands take it.
+        own, built, overlapped: the given mesh, the step on it, and the overlapped one's simulation.
+        ranked: the pod's meshes, by estimate.
+    """
+    from jaxoverlap.cli.configure_step import target_on
+    from jaxoverlap.cli.without import without
+
+    fastest = ranked[0].axes
+    if fastest == own:
+        return without(built, named(own))
+    assert built.pod is not None
+    best = without(target_on(step, built.pod, fastest), named(fastest))
+    plain_s = overlapped.speedup and overlapped.speedup.plain_s
+    if plain_s is None or (best.step_s is not None and best.step_s < plain_s):
+        return best
+    return min(without(built, named(own)), best, key=lambda one: one.step_s or math.inf)
 
 
 def _meshes_line(ranked: list[Ranked], axes: str) -> str:

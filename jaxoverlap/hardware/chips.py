@@ -15,11 +15,15 @@ assumes. Where yours differ, say so:
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
+from typing import Annotated
 
 from jaxoverlap._util.files import converted, entries
+from jaxoverlap._util.limits import Above0, AtLeast0, AtLeast1, checked, number, whole_pair
 
 
 @dataclass(frozen=True)
+@checked
 class Link:
     """A link that carries bytes between two GPUs.
 
@@ -35,23 +39,17 @@ class Link:
     """
 
     name: str
-    bandwidth_bytes_per_s: float
-    latency_s: float
+    bandwidth_bytes_per_s: Above0
+    latency_s: Annotated[float, partial(number, least=0)]
     simple_only: bool = False
-    between_sockets_bytes_per_s: float | None = None
-
-    def __post_init__(self) -> None:
-        if not self.bandwidth_bytes_per_s > 0 or not self.latency_s >= 0:
-            raise ValueError(
-                f"a link of {self.bandwidth_bytes_per_s} bytes/s and {self.latency_s} s: give a "
-                "bandwidth above zero and a latency of zero or more"
-            )
+    between_sockets_bytes_per_s: Above0 | None = None
 
 
 _PCIE_4 = Link("PCIe 4 x16", 32e9, 10e-6)
 
 
 @dataclass(frozen=True, kw_only=True)
+@checked
 class Chip:
     """One GPU model.
 
@@ -78,21 +76,21 @@ class Chip:
 
     name: str
     device_name: str
-    compute_capability: tuple[int, int]
-    num_sms: int
-    fpus_per_sm: int
-    clock_ghz: float
-    memory_bytes: int
-    memory_bandwidth_bytes_per_s: float
-    l2_bytes: int
-    shared_memory_per_sm_bytes: int
-    shared_memory_per_block_bytes: int
-    bf16_flops_per_s: float
-    nvlinks: int
+    compute_capability: Annotated[tuple[int, int], whole_pair]
+    num_sms: AtLeast1
+    fpus_per_sm: AtLeast1
+    clock_ghz: Above0
+    memory_bytes: AtLeast1
+    memory_bandwidth_bytes_per_s: Above0
+    l2_bytes: AtLeast0
+    shared_memory_per_sm_bytes: AtLeast0
+    shared_memory_per_block_bytes: AtLeast0
+    bf16_flops_per_s: Above0
+    nvlinks: AtLeast0
     nvlink: Link
     network: Link
     host_link: Link = _PCIE_4
-    nvlink_rack_gpus: int = 0
+    nvlink_rack_gpus: AtLeast0 = 0
     source: str
 
 

@@ -16,10 +16,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from jaxoverlap._util.expect import expect
+from jaxoverlap._util.limits import Integer, checked
 from jaxoverlap.hardware.chips import CHIPS, KNOWN, Chip, Link
 
 
 @dataclass(frozen=True)
+@checked
 class Cluster:
     """Equal hosts of equal GPUs. `str(cluster)` gives back the string it was parsed from.
 
@@ -37,11 +39,11 @@ class Cluster:
     """
 
     chip: Chip
-    num_hosts: int
-    gpus_per_host: int
+    num_hosts: Integer
+    gpus_per_host: Integer
     nvlink: Link
     network: Link
-    processes_per_host: int = 1
+    processes_per_host: Integer = 1
 
     def __post_init__(self) -> None:
         if self.num_hosts < 1 or self.gpus_per_host < 1:

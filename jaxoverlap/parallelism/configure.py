@@ -11,7 +11,6 @@ from jaxoverlap._util.expect import expect, expect_flag
 from jaxoverlap._util.limits import whole
 from jaxoverlap._util.text import human_bytes, table
 from jaxoverlap.cost.find import cost_or_data_sheet, is_cost_model
-from jaxoverlap.cost.groups import Group
 from jaxoverlap.cost.model import CostModel
 from jaxoverlap.hardware.cluster import Cluster, cluster_from
 from jaxoverlap.parallelism.configuration import plain
@@ -29,15 +28,14 @@ from jaxoverlap.parallelism.search import (
     memory_budget,
     search,
 )
-from jaxoverlap.parallelism.stack import JAX, MAXTEXT, Stack
+from jaxoverlap.parallelism.stack import JAX, Stack
 from jaxoverlap.parallelism.terms import StepTerms
+from jaxoverlap.parallelism.tools import tools
 
 _MOST_HOSTS = 65536
 _ONE_BY_ONE = 60  # hosts
-_SLOW_SUMS = 0.1  # of a step: exposed network collectives from which on less traffic is advised
 _TIED = 0.02  # of a step: below that the form does not tell two configurations of a model apart
 _LOOKED_AT = 24  # configurations among which the usual one is looked for
-_BETWEEN = 12  # steps between local updates, as docs/local_updates.md has them
 
 
 class NothingFitsError(ValueError):
@@ -52,6 +50,8 @@ class Configurations(Sequence[Scored]):
         model, cluster, global_batch, stack: the arguments of `configure`.
         found: the outcome of the search, counts and all.
         tools: what of this library the first of them uses, and the estimated seconds each saves.
+        without: the fastest that a user has without `jaxoverlap.overlap`: of all meshes, by XLA's
+            best published options; None where the ranking itself is without, or of other software.
 
     Of those that are within two hundredths of the fastest the most usual comes first: tensor
     parallelism within a host, a published choice of recompute, few axes, few stages.
@@ -63,6 +63,7 @@ class Configurations(Sequence[Scored]):
     stack: Stack
     found: Found
     tools: tuple[str, ...] = ()
+    without: Scored | None = None
 
     @overload
     def __getitem__(self, index: int) -> Scored: ...
@@ -179,6 +180,7 @@ class Configurations(Sequence[Scored]):
 
     def to_builtins(self) -> dict[str, Any]:
         """Return all of it as plain dicts and lists."""
+        without = None if self.without is None else _as_builtins(self.without)
         return {
             "model": asdict(self.model),
             "cluster": str(self.cluster),
@@ -189,16 +191,18 @@ class Configurations(Sequence[Scored]):
             "search_s": self.found.search_s,
             "tools": list(self.tools),
             "splits": self.found.splits,
-            "configurations": [
-                {
-                    **plain(s.configuration, s.placement.order),
-                    "step_s": s.step_s,
-                    "terms": s.terms.by_term,
-                    "memory": s.memory.by_term,
-                }
-                for s in self
-            ],
+            "without": without,
+            "configurations": [_as_builtins(scored) for scored in self],
         }
+
+
+def _as_builtins(scored: Scored) -> dict[str, Any]:
+    return {
+        **plain(scored.configuration, scored.placement.order),
+        "step_s": scored.step_s,
+        "terms": scored.terms.by_term,
+        "memory": scored.memory.by_term,
+    }
 
 
 def exposed_s(terms: StepTerms) -> float:
@@ -240,7 +244,8 @@ def configure(
         memory_fraction: share of a GPU's memory that the allocator gets, as
             XLA_PYTHON_CLIENT_MEM_FRACTION; None: up to the largest that leaves room beside it.
         axes: sizes allowed of some axes, as in {"pipeline": [1], "model": [1, 2, 4, 8]}.
-        overlap: count tensor and FSDP collectives as `jaxoverlap.overlap` hides them.
+        overlap: count collectives as `jaxoverlap.overlap` hides them; False: as XLA's best
+            published options do, which hide FSDP's.
         keep: how many to rank.
         cost: seconds of kernels and collectives; None: by the cluster's tables, or its facts.
 
@@ -280,9 +285,14 @@ def configure(
     if not found.best:
         raise NothingFitsError(_nothing_fits(model, cluster, times, space, found))
     best = usual_first(found.best)
-    tools = tuple(_tools(times, best, space)) if stack is JAX else ()
-    shown = replace(found, best=best[:keep])
-    return Configurations(model, cluster, global_batch, used, shown, tools)
+    shown, without, uses = replace(found, best=best[:keep]), None, ()
+    if stack is JAX:
+        if overlap:
+            every = Space(axes={}, overlap=False, recompute=None, pool=memory_fraction)
+            others = search(model, cluster, times, space=every, keep=_LOOKED_AT).best
+            without = usual_first(others)[0]
+        uses = tuple(tools(times, best[0], without, space))
+    return Configurations(model, cluster, global_batch, used, shown, uses, without)
 
 
 def needed_fraction(needs_bytes: float, cluster: Cluster, stack: Stack) -> float:
@@ -310,96 +320,6 @@ def _unusual(scored: Scored) -> tuple[float, ...]:
         config.context,
         scored.step_s,
     )
-
-
-def _tools(times: IterationTime, found: Sequence[Scored], space: Space) -> Iterator[str]:
-    """Yield which of this library's tools the first uses, and the seconds that it saves."""
-    best = found[0]
-    config, step_s = best.configuration, best.step_s
-    plain_s = times.terms(replace(config, overlap=False), best.placement).step_s
-    if config.overlap and plain_s > step_s:
-        yield _against_published(times, found, plain_s)
-    if config.pipeline > 1:
-        yield "jaxoverlap.pipeline.value_and_grad: its stages (docs/configure.md)"
-    if config.context > 1:
-        yield "jaxoverlap.train.varlen, if the lengths of sequences vary (docs/varlen.md)"
-    yield from _less_traffic(times, best, space)
-
-
-def _against_published(times: IterationTime, found: Sequence[Scored], plain_s: float) -> str:
-    """Compare the first with XLA's published options, on its mesh and on the best of those found.
-
-    These are MaxText's: the latency-hiding scheduler with a profile, which gathers a layer ahead.
-    """
-    options = IterationTime(
-        times.model,
-        times.cost,
-        replace(MAXTEXT, matmul_dtype=times.stack.matmul_dtype),
-        global_batch=times.global_batch,
-    )
-    seconds = [
-        options.terms(replace(one.configuration, overlap=False), one.placement).step_s
-        for one in found
-    ]
-    least_s, elsewhere = min(seconds), found[seconds.index(min(seconds))]
-    ahead = seconds[0] / found[0].step_s - 1
-    text = (
-        f"jaxoverlap.overlap(step): {found[0].step_s:.3g} s; {seconds[0]:.3g} by XLA's best "
-        f"published options ({ahead:+.0%}), {plain_s:.3g} with nothing hidden (docs/options.md)"
-    )
-    if elsewhere is not found[0]:
-        text += f"\n  these options are fastest on {elsewhere.shown}: {least_s:.3g} s"
-    return text
-
-
-def _less_traffic(times: IterationTime, best: Scored, space: Space) -> Iterator[str]:
-    """Yield advice where the network exposes much of a step: local updates, compression."""
-    terms, placement = best.terms, best.placement
-    far = {
-        "data": placement.group("data", "context", "expert").domains > 1,
-        "fsdp": placement.group("fsdp").domains > 1,
-    }
-    exposed = {name: getattr(terms, name) for name, is_far in far.items() if is_far}
-    seconds = sum(exposed.values())
-    if seconds <= _SLOW_SUMS * best.step_s:
-        return
-    text = (
-        f"{' and '.join(exposed)} on the network take {seconds:.3g} s of {best.step_s:.3g}: "
-        "compress gradients\n  (docs/compression.md)"
-    )
-    rounds = _local_updates(times, space)
-    if rounds and rounds[1] < best.step_s:
-        workers, step_s = rounds
-        text += (
-            f" or train {workers} workers with local updates every {_BETWEEN} steps, "
-            f"{step_s:.3g} s a step\n  (docs/local_updates.md)"
-        )
-    yield text + "; both change what is learnt, as these pages say"
-
-
-def _local_updates(times: IterationTime, space: Space) -> tuple[int, float] | None:
-    """Return the workers of local updates and their seconds of a step; None if none fits.
-
-    A worker has as few hosts as hold the model; the average over workers comes every so many steps.
-    """
-    cluster = times.cost.cluster
-    for hosts in (n for n in range(1, cluster.num_hosts) if cluster.num_hosts % n == 0):
-        workers = cluster.num_hosts // hosts
-        if times.global_batch % workers:
-            continue
-        small = replace(cluster, num_hosts=hosts)
-        alone = IterationTime(
-            times.model,
-            replace(times.cost, cluster=small),
-            times.stack,
-            global_batch=times.global_batch // workers,
-        )
-        if best := search(times.model, small, alone, space=replace(space, axes={}), keep=1).best:
-            each = times.stack.reduced_bytes * times.model.params / small.num_devices
-            sent = int(2 * each * (workers - 1) / workers)
-            average_s = times.cost.collective_s("all-reduce", sent, Group(workers, workers))
-            return workers, best[0].step_s + average_s / _BETWEEN
-    return None
 
 
 def _nothing_fits(

@@ -151,7 +151,7 @@ class SendTime:
             seconds["expert"] = max(self.stack.expert_exposed * seconds["expert"], beside_s)
         if "model" in seconds and self.stack.tensor_exposed is not None:
             seconds["model"] *= 1.0 if self._queues_apart(config) else self.stack.tensor_exposed
-        elif "model" in seconds and self._hides(config):
+        elif "model" in seconds and config.overlap and not self._in_ticks(config):
             plain_s = seconds["model"]
             rings_s = self._rings_s(config, placement)
             halves_s = self._halves_s(config, placement, plain_s)
@@ -175,13 +175,13 @@ class SendTime:
         sends = traffic.of_layer(self.model, config, self.stack)
         return self._fsdp_phases(config, placement, sends)[1][0]
 
-    def _hides(self, config: Configuration) -> bool:
-        """Return whether rings and gathers ahead hide collectives.
+    def _in_ticks(self, config: Configuration) -> bool:
+        """Return whether layers run in loops over ticks, as those of an SPMD pipeline do.
 
-        In an SPMD pipeline (`Stack.lockstep`) they do not: its stages run in loops over ticks, into
-        which `jaxoverlap.overlap` does not reach.
+        There nothing hides collectives: `jaxoverlap.overlap` does not reach into these loops, and
+        XLA's scheduler starts no gather before the loop that reads it.
         """
-        return config.overlap and not (self.stack.lockstep and config.pipeline > 1)
+        return self.stack.lockstep and config.pipeline > 1
 
     def _queues_apart(self, config: Configuration) -> bool:
         """Return whether FSDP takes the setting away that hides tensor collectives."""
@@ -190,7 +190,7 @@ class SendTime:
 
     def _gathers_ahead(self, config: Configuration) -> bool:
         """Return whether FSDP's gathers run under the layer before."""
-        return self.stack.prefetches or self._hides(config)
+        return (self.stack.prefetches or config.overlap) and not self._in_ticks(config)
 
     def _fsdp_phases(
         self, config: Configuration, placement: Placement, sends: Iterable[Sent]

@@ -4,14 +4,16 @@
     dynamic_slice batch: [B@data, s]  ->  [b, s]             # a loop slices B: shard b, or s
     scan over w: [l@data, i, j]                              # a loop indexes l: shard i, or j
     dot_general momentum: [l, i@data, j] ...                 # l matrices at once: shard l
+    scatter tokens: [t@data, d]  ->  slots: [e, c, d@data]   # of experts: shard c
     batch: [B, s]                                            # it has no sharding: shard B, or s
 
 XLA's propagation keeps the batch's sharding on the major part of a dim that is split, and on a dim
 that a loop indexes; each iteration then gathers what it reads, and all devices compute all of it.
 Stacked weights that are sharded by layer are gathered likewise, all layers at once. Matmuls of
 stacked layers outside of a loop, as an optimizer's, need no collective where the layers are
-sharded. A batch without a sharding, as a numpy array is, is computed by all devices; so is one
-along a mesh axis that shards nothing.
+sharded. Slots that tokens are scattered to are sharded by feature, and parts of what is computed of
+them summed over all devices. A batch without a sharding, as a numpy array is, is computed by all
+devices; so is one along a mesh axis that shards nothing.
 """
 
 from __future__ import annotations
@@ -82,6 +84,8 @@ def lost_in(
     elif idle:
         names = unique([name for on_axis in others.values() for name in on_axis])
         others |= dict.fromkeys(idle, names)
+    slots = _slots(every, dims, step)
+    others = {axis: unique((*names, *slots)) for axis, names in others.items()}
     by_layer = _by_layer(step)
     within = {axis: _within(names, axis, step, by_layer, dims) for axis, names in weights.items()}
     stacked = {axis: unique((*layers, *names)) for axis, names in within.items()}
@@ -89,19 +93,17 @@ def lost_in(
         return None
     moved = {name for _, _, name, _ in _sliced(every, dims)}
     sharded = {name for on_axis in batch.values() for name in on_axis}
+    reasons = (
+        *_reasons(jaxpr, whole, idle, every, dims, instead, batch),
+        *_reasons_of_layers(jaxpr, by_layer),
+        *_reasons_of_slots(slots, every, dims),
+    )
     again = [n for n in _unsharded(jaxpr) if idle or moved & sharded & {*dims.of(jaxpr.invars[n])}]
     return Lost(
         layouts=tuple(new for new in combined(stacked, others, sizes) if new not in known),
         arguments=(*(whole or again), *by_layer),
         values=tuple(_values(every, dims, instead, layers)),
-        reasons=tuple(
-            dict.fromkeys(
-                [
-                    *_reasons(jaxpr, whole, idle, every, dims, instead, batch),
-                    *_reasons_of_layers(jaxpr, by_layer),
-                ]
-            )
-        ),
+        reasons=tuple(dict.fromkeys(reasons)),
     )
 
 
@@ -185,6 +187,18 @@ def _within(
     return unique(given)
 
 
+def _reasons_of_slots(
+    slots: Sequence[Name], every: Sequence[Body], dims: DimNames
+) -> Iterator[str]:
+    """Say where tokens are scattered to slots."""
+    for eqn, body in ((eqn, one) for one in every for eqn in one.eqns):
+        if eqn.primitive.name == "scatter" and not {*slots}.isdisjoint(dims.of(eqn.outvars[0])):
+            yield (
+                f"the scatter at {line_of(eqn, body.around)} leaves the slots of tokens sharded by "
+                "feature: parts of what is computed of them are summed over all devices"
+            )
+
+
 def _reasons_of_layers(jaxpr: Any, by_layer: Sequence[int]) -> Iterator[str]:
     """Say which weights are sharded by layer."""
     names = compat.argument_names(jaxpr)
@@ -253,6 +267,31 @@ def _split(eqn: Any, dims: DimNames) -> Iterator[tuple[Name, list[Name]]]:
             size *= count
         if minor:
             yield name, minor
+
+
+# -- what rows are scattered to -------------------------------------------------------------------
+
+
+def _slots(every: Sequence[Body], dims: DimNames, step: EditedStep) -> tuple[Name, ...]:
+    """Return the names of dims that the batch is scattered along, the largest first.
+
+    Those of tables that are arguments are weights', as a vocabulary is.
+    """
+    of_arguments = {name for var in step.jaxpr.invars for name in dims.of(var)}
+    weights = weights_of(step.jaxpr)
+    rows = {name for v in step.jaxpr.invars if v not in weights for name in dims.of(v)}
+    found = dict[Name, int]()
+    for eqn in (eqn for body in every for eqn in body.eqns):
+        if eqn.primitive.name != "scatter" or compat.is_literal(eqn.invars[2]):
+            continue
+        numbers, updates = eqn.params["dimension_numbers"], dims.of(eqn.invars[2])
+        of_rows = {n for d, n in enumerate(updates) if d not in numbers.update_window_dims}
+        (into,) = eqn.outvars
+        if not of_rows.isdisjoint(rows):
+            for d in numbers.scatter_dims_to_operand_dims:
+                found[dims.of(into)[d]] = into.aval.shape[d]
+    new = (name for name in found if name not in of_arguments)
+    return tuple(sorted(new, key=lambda name: -found[name]))
 
 
 # -- what is lost ---------------------------------------------------------------------------------

@@ -1,5 +1,6 @@
 """A dataclass states its limits in its fields' types; what breaks one is named, in words."""
 
+import dataclasses
 from dataclasses import dataclass
 from functools import partial
 from typing import Annotated, Literal
@@ -7,6 +8,7 @@ from typing import Annotated, Literal
 import numpy as np
 import pytest
 
+import jaxoverlap
 from jaxoverlap._util.limits import AtLeast1, checked, number
 
 
@@ -44,3 +46,26 @@ def test_what_is_given_becomes_pythons_own_type():
 def test_a_wrong_one_is_named(wrong, says):
     with pytest.raises(ValueError, match=says):
         Limited(**{"rank": 1, **wrong})
+
+
+CLUSTER = jaxoverlap.parse_cluster("h100-sxm:2x8")
+MADE = [
+    CLUSTER,
+    CLUSTER.chip,
+    CLUSTER.network,
+    jaxoverlap.Configuration(),
+    jaxoverlap.Scheduler(),
+    jaxoverlap.Transformer(name="small", layers=2, hidden=64, heads=4, sequence=64, vocab=64),
+]
+
+
+@pytest.mark.parametrize("made", MADE, ids=lambda made: type(made).__name__)
+@pytest.mark.parametrize("wrong", ["x", [], -1.5, None], ids=repr)
+def test_a_public_dataclass_names_a_field_of_a_wrong_type(made, wrong):
+    """Configuration(data="x") was a TypeError of Python's; text and None suit some fields."""
+    for field in dataclasses.fields(made):
+        kind = str(field.type)
+        suits = (wrong is None and "None" in kind) or (wrong == "x" and kind == "str")
+        if not suits:
+            with pytest.raises(ValueError, match=rf"{field.name}="):
+                dataclasses.replace(made, **{field.name: wrong})

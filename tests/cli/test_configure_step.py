@@ -1,5 +1,7 @@
 """A user's own step over the meshes that its builder takes."""
 
+import re
+
 import jax
 import jax.numpy as jnp
 import pytest
@@ -8,7 +10,9 @@ from jax.sharding import PartitionSpec as P
 from typer.testing import CliRunner
 
 from jaxoverlap.cli.app import app
-from jaxoverlap.cli.configure_step import rank, shown
+from jaxoverlap.cli.configure_step import rank, shown, target_on
+from jaxoverlap.cli.without import without
+from jaxoverlap.plan.evaluation import Evaluation
 from tests.support.pods import pytestmark  # noqa: F401 - it marks the tests of this file
 
 STEP = f"{__name__}:build"
@@ -98,3 +102,36 @@ def test_a_model_of_unknown_fields_is_refused(tmp_path):
     run = CliRunner().invoke(app, command)
     assert run.exit_code == 2
     assert "kv_headz" in run.stderr
+
+
+def test_the_baseline_is_the_fastest_options_on_the_fastest_mesh():
+    """As README names it: by XLA's defaults, O1 or gpu-recipes, without a pass of this library."""
+    words = ("simulate", STEP, "--pod", "h100-sxm:1x8", "--mesh", "data=8,model=1", "--without")
+    shown = CliRunner().invoke(app, words)
+    assert shown.exit_code == 0, shown.output
+    said = re.search(r"without jaxoverlap: (\S+) ms on data=2 model=4 by (.*)\n", shown.stdout)
+    assert said, shown.stdout
+    assert all(name in said[2] for name in ("XLA's defaults", "O1", "gpu-recipes"))
+    seconds = [float(said[1]), *map(float, re.findall(r"(\S+) ms", said[2]))]
+    assert len(seconds) == 3 and seconds == sorted(seconds)
+    assert re.search(r"with it: \S+ ms on data=8 model=1, 0\.\d+ x\n", shown.stdout)
+
+
+def test_a_set_of_options_that_xla_refuses_has_no_figure(monkeypatch):
+    """The others do; a baseline without any figure says so."""
+    answers = iter([Evaluation(refusal="SIGABRT: a check"), *[Evaluation(refusal="no")] * 2])
+    monkeypatch.setattr("jaxoverlap.cli.without.attempt", lambda *_: next(answers))
+    least = without(target_on(STEP, "h100-sxm:1x8", {"data": 8, "model": 1}), "data=8 model=1")
+    assert least.step_s is None and len(least.refused) == 3
+    assert "no figure" in least.compared("data=8", 1.0) and " x" not in least.compared(
+        "data=8", 1.0
+    )
+
+
+def test_the_best_of_ones_own_meshes_is_held_against_the_baseline():
+    words = ("configure", STEP, "--pod", "h100-sxm:1x8", "--over", "data,model", "--compile", "1")
+    shown = CliRunner().invoke(app, words)
+    assert shown.exit_code == 0, shown.output
+    last = shown.stdout.splitlines()[-2:]
+    assert last[0].startswith("without jaxoverlap: ") and "by " in last[0]
+    assert re.fullmatch(r"with it: \S+ ms on data=\d model=\d, \S+ x", last[1])

@@ -123,6 +123,18 @@ def test_readme_and_pages_are_short():
     assert sum(len(text.split()) for text in words) <= 40_000
 
 
+@pytest.mark.parametrize("page", ["results.md", "accuracy.md"])
+def test_figures_leave_room_for_what_they_mean(page: str):
+    """Tables and output are data; the rest is read."""
+    text = re.sub(
+        r"```.*?```|<!--.*?-->|^\\|.*?$",
+        "",
+        (DOCS / page).read_text(),
+        flags=re.DOTALL | re.MULTILINE,
+    )
+    assert len(text.split()) <= 1500
+
+
 @pytest.mark.parametrize("page", [p for p in PAGES if p.parent == DOCS], ids=of)
 def test_a_page_opens_with_whom_it_is_for(page: Path):
     lines = page.read_text().splitlines()

@@ -62,13 +62,27 @@ def test_published_recipes_are_in_the_space_and_near_the_first_choice(model, chi
     assert -1e-9 < answer.regret < most
 
 
-def test_the_library_is_compared_with_the_published_options():
-    """Not with a step that hides nothing: fsdp 64 by XLA's best options takes 7 s, not 8."""
+def test_the_library_is_compared_with_the_published_options_on_the_best_mesh():
+    """Not with a step that hides nothing (8 s), nor with a mesh that nobody without it would take."""
     found = jaxoverlap.configure("llama2-70b", "h100-sxm:8x8", global_batch=128)
-    line = found.tools[0]
-    assert "XLA's best published options" in line and "with nothing hidden" in line
+    assert "XLA's best published options" in found.tools[0]
     assert "XLA_PYTHON_CLIENT_MEM_FRACTION=" in found.pool
     assert found.to_builtins()["memory_fraction"] <= JAX.most_pool
+    ask = dict(global_batch=128, keep=1)
+    plain = jaxoverlap.configure("llama2-70b", "h100-sxm:8x8", **ask, overlap=False)
+    assert plain.without is None and found.without == plain[0]
+    tensor = jaxoverlap.configure("llama2-70b", "h100-sxm:8x8", **ask, axes={"model": [8]})
+    assert tensor.without == found.without and tensor[0].step_s > found.without.step_s
+    assert "on the best mesh:" in tensor.tools[0]
+    assert tensor.to_builtins()["without"]["step_s"] == found.without.step_s
+
+
+@pytest.mark.parametrize("batch", [64, 512])
+def test_published_options_hide_what_overlap_hides_of_fsdp(batch):
+    """README's question of 8B on 64 H100s: 1.01 times as fast, compiled; no more by the form."""
+    fsdp = {axis: [1] for axis in AXES if axis != "fsdp"}
+    found = jaxoverlap.configure("llama3-8b", "h100-sxm:8x8", global_batch=batch, axes=fsdp)
+    assert found.without.step_s <= 1.02 * found[0].step_s
 
 
 @pytest.mark.parametrize("run", memory.USED, ids=lambda run: f"{run.model}, {run.configuration}")

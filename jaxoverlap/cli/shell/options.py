@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
@@ -119,3 +120,8 @@ def parse_axes(text: str) -> dict[str, int]:
     if len(axes) != len(parts) or not all(axes):
         raise ValueError(f"--mesh {text!r}: expected axes and their sizes, as in data=8,model=8")
     return axes
+
+
+def named(axes: Mapping[str, int]) -> str:
+    """Return a mesh's axes and their sizes as text: data=8 model=8."""
+    return " ".join(f"{name}={size}" for name, size in axes.items())

@@ -41,20 +41,23 @@ class Target:
         step = overlap(self.step, cluster=self.pod, never_slower=not keep_rings)
         return step.lower(*self.args).compile()
 
-    def compile_plain(self) -> jax.stages.Compiled:
-        """Compile the step as it is for the pod.
+    def lower_plain(self) -> jax.stages.Lowered:
+        """Lower the step as it is.
 
         Raises:
             ValueError: if it was overlapped already.
         """
         if isinstance(self.step, Overlapped):
             raise ValueError(
-                "--plain: the target returns an overlapped step; let it return the step as it was "
-                "before overlap(), so that both can be compiled"
+                "the target returns an overlapped step; let it return the step as it was before "
+                "overlap(), so that both can be compiled (--plain, --without)"
             )
         wrapped = find_jit(self.step) or jitted_alone(self.step)
-        lowered = arguments_reach(wrapped, wrapped.jitted.lower, self.args, {})
-        return lowered.compile(compiler_options=compiler_options())
+        return arguments_reach(wrapped, wrapped.jitted.lower, self.args, {})
+
+    def compile_plain(self) -> jax.stages.Compiled:
+        """Compile the step as it is for the pod; raises as `lower_plain`."""
+        return self.lower_plain().compile(compiler_options=compiler_options())
 
 
 def target(step: str, pod: str, axes: str) -> Target:

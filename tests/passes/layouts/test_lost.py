@@ -79,7 +79,22 @@ def at_once(weights: Any, batch: Any, parts: int) -> Any:
     return weights - 0.1 * x, batch.sum()
 
 
-STEPS = {fn.__name__: fn for fn in (by_reshape, by_slice, by_index, at_once)}
+def by_slots(weights: Any, batch: Any, parts: int) -> Any:
+    """Scatter tokens to slots of experts, and look up what is computed of them."""
+
+    def loss_of(w: Any) -> Any:
+        x = batch.reshape(-1, WIDTH)
+        expert = jnp.argmax(x[:, :parts], -1)
+        hot = jax.nn.one_hot(expert, parts, dtype=jnp.int32)
+        slot = jnp.sum(jnp.cumsum(hot, 0) * hot, -1) - 1
+        slots = jnp.zeros((parts, len(x), WIDTH), x.dtype).at[expert, slot].set(x)
+        done = jnp.tanh(jnp.einsum("ecd,edf->ecf", slots, w[:parts]))
+        return jnp.mean((x + done[expert, slot]) ** 2)
+
+    return weights - jax.grad(loss_of)(weights), batch.sum()
+
+
+STEPS = {fn.__name__: fn for fn in (by_reshape, by_slice, by_index, at_once, by_slots)}
 
 
 def arguments(
@@ -157,6 +172,16 @@ def test_only_a_slice_along_a_sharded_dim_is_a_reason(batch, reasons):
     proposals = [*propose_starts(evaluated_of(edited))]
     said = {why for one in proposals for why in one.notes[PinValue].reasons}
     assert len(said) == reasons and all("slices the batch" in why for why in said)
+
+
+def test_slots_of_tokens_are_sharded_by_slot():
+    mesh = mesh_of({"data": 8})
+    args = arguments(mesh, "data", None, ("data",))
+    edited = edited_of(lambda w, x: by_slots(w, x, 2), args, mesh)
+    *_, last = propose_starts(evaluated_of(edited))
+    assert [e.spec for e in last.edits if e.spec == ((), ("data",), ())]
+    (reason,) = last.notes[PinValue].reasons
+    assert reason.startswith("the scatter at layouts/test_lost.py:")
 
 
 def test_layers_at_once_are_sharded_by_layers():
