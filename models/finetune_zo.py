@@ -214,7 +214,7 @@ class Task:
 
     @property
     def rest(self) -> tuple[Any, ...]:
-        """Return what the loss takes beside what is trained and the batch."""
+        """Return what the loss takes after the trained parameters and the batch."""
         return () if isinstance(self.loss, zo.Blocks) else (self.frozen,)
 
 
