@@ -22,7 +22,7 @@ from benchmarks.drawn import rows as drawn
 from benchmarks.drawn.rows import compared
 from benchmarks.frame import in_ms, markdown, read_rows
 from benchmarks.gpu import curve, hang, kernels, race, systems
-from benchmarks.local_updates import learning
+from benchmarks.local_updates import co2_table, learning
 from benchmarks.pods import rows as pods
 from benchmarks.pods.suite import SCHEDULED
 from benchmarks.questions import answers
@@ -197,6 +197,12 @@ def _local_updates() -> str:
     return markdown(learning.COLUMNS, learning.page_table(rows), learning.COLUMNS[1:])
 
 
+def _co2() -> str:
+    rows = read_rows(RESULTS / "local_updates_moved.jsonl")
+    columns = co2_table.columns(rows)
+    return markdown(columns, co2_table.page_table(rows), columns[1:])
+
+
 def _varlen() -> str:
     rows = read_rows(RESULTS / "varlen_lists.jsonl")
     columns = varlen.COLUMNS
@@ -236,6 +242,7 @@ TABLES: Mapping[str, Callable[[], str]] = {
     "drawn": _drawn,
     "third party": _third_party,
     "local updates": _local_updates,
+    "co2": _co2,
     "varlen": _varlen,
     "written": _written,
     "gpu race": partial(_gpu, "race", race),

@@ -29,7 +29,7 @@ from typer import Option
 
 from jaxoverlap.train import arguments
 from jaxoverlap.train import zeroth_order as zo
-from models import checkpoint, gpt, tuned_weights
+from models import checkpoint, gpt, tuned_weights, zo_blocks
 from models.config import Config, Mistake
 from models.layers import Layout, Weight, shard
 from models.processes import console
@@ -60,6 +60,7 @@ class FineTune:
     pair: Annotated[bool, Option("--pair", help="Two devices, one for each sign.")] = False
     shards: Annotated[int, Option(help="Devices that share the batch.")] = 1
     model: Annotated[int, Option(help="Devices of each forward pass.")] = 1
+    host: Annotated[bool, Option("--host", help="Stream layers from host memory.")] = False
     cut_log: Annotated[bool, Option("--cut-log", help="Cut a damaged log off there.")] = False
     weights: Annotated[Path | None, Option(help="Write tuned weights to this directory.")] = None
 
@@ -94,6 +95,11 @@ class FineTune:
             yield f"--log {self.log} is a directory; give a file"
         if self.weights and self.weights.exists():
             yield f"--weights {self.weights} exists; give the name of a new directory"
+        if self.host and (self.method != "full" or self.model > 1):
+            yield (
+                f"--host with --method {self.method} and --model {self.model}: expected full and "
+                "1, as streamed layers have no frozen parts and no tensor parallelism"
+            )
         if self.cut_log and not self.log:
             yield "--cut-log without --log: give the log that is to be cut off"
 
@@ -199,12 +205,17 @@ class Task:
 
     Attributes:
         trained, frozen: the parameters that move, and what the loss takes beside.
-        loss: (trained, batch, frozen) -> loss.
+        loss: (trained, batch, frozen) -> loss; of trained and batch alone, as blocks, to stream.
     """
 
     trained: Any
     frozen: Any
     loss: Callable[..., jax.Array]
+
+    @property
+    def rest(self) -> tuple[Any, ...]:
+        """Return what the loss takes after the trained parameters and the batch."""
+        return () if isinstance(self.loss, zo.Blocks) else (self.frozen,)
 
 
 def task_of(options: FineTune, config: Config, mesh: Mesh, params: Any) -> Task:
@@ -221,6 +232,9 @@ def task_of(options: FineTune, config: Config, mesh: Mesh, params: Any) -> Task:
             lambda path, leaf: known.get(jax.tree_util.keystr(path)), nothing, is_leaf=_is_none
         )
         return Task(trained, frozen, zo.of_part(loss))
+    if options.host:
+        model = zo_blocks.blocks_of(gpt.RECIPE, config, mesh)
+        return Task(zo_blocks.in_blocks(params), None, model)
     loss = loss_of(gpt.RECIPE, config, mesh)
     if options.method == "full":
         return Task(params, None, lambda params, batch, _: loss(params, batch))
@@ -241,18 +255,23 @@ def _is_none(leaf: Any) -> bool:
     return leaf is None
 
 
+def step_of(options: FineTune, task: Task, mesh: Mesh) -> zo.ZOStep:
+    """Return the train step that the options name."""
+    return zo.step(
+        task.loss,
+        options.transform(),
+        mesh,
+        perturb="pair" if options.pair else None,
+        data="batch" if options.shards > 1 else None,
+        host=options.host,
+    )
+
+
 def finetune(options: FineTune) -> tuple[list[float], Any, Any]:
     """Fine-tune; return each step's loss, the trained parameters, and the frozen ones."""
     mesh, config = options.mesh(), configuration(options)
     task = task_of(options, config, mesh, restored(options, config, mesh))
-    transform = options.transform()
-    step = zo.step(
-        task.loss,
-        transform,
-        mesh,
-        perturb="pair" if options.pair else None,
-        data="batch" if options.shards > 1 else None,
-    )
+    transform, step = options.transform(), step_of(options, task, mesh)
     state = step.init(task.trained, seed=options.seed)
     header = header_of(options, config, transform, state.params, task)
     text = load_text(options.text, sequence=config.sequence)[: -held_out(options, config)]
@@ -260,14 +279,16 @@ def finetune(options: FineTune) -> tuple[list[float], Any, Any]:
     with zo.Log(options.log, header, cut=options.cut_log) if options.log else _NoLog() as log:
         if log.steps:
             console.print(f"replaying {log.steps} of {options.steps} steps")
-            state = zo.replay(
-                log.records[: options.steps], transform, state.params, seed=options.seed
-            )
+            records = log.records[: options.steps]
+            if options.host:
+                state = zo_blocks.replayed(step, records, state.params, options.seed)
+            else:
+                state = zo.replay(records, transform, state.params, seed=options.seed)
         with _progress() as bar:
             shown = bar.add_task("compiling", total=options.steps, completed=int(state.step))
             began = time.perf_counter()
             for number in range(int(state.step), options.steps):
-                state, metrics = step(state, make_batch(text, config, number), task.frozen)
+                state, metrics = step(state, make_batch(text, config, number), *task.rest)
                 log.add(metrics)
                 losses.append(float(metrics["loss"]))
                 now = time.perf_counter()
@@ -298,6 +319,8 @@ def whole_params(options: FineTune, trained: Any, task: Task) -> Any:
 
     Those of "full" and "lora" are `models.train_gpt`'s; those of "prefix" have the prefixes too.
     """
+    if options.host:
+        return zo_blocks.of_blocks(trained)
     if options.method == "full":
         return trained
     if options.method == "prefix":
@@ -317,17 +340,21 @@ def held_out(options: FineTune, config: Config) -> int:
 
 
 def evaluate(options: FineTune, trained: Any, task: Task, batches: int = 8) -> float:
-    """Return the loss on the held-out end of the text."""
+    """Return the loss on the held-out end of the text.
+
+    Of streamed layers it is the mean of the losses at +eps and -eps, of steps that are dropped.
+    """
     mesh, config = options.mesh(), configuration(options)
     text = load_text(options.text, sequence=config.sequence)[-held_out(options, config) :]
     config = dataclasses.replace(config, seed=10**6)
-    loss = jax.jit(task.loss)
     at = NamedSharding(mesh, P())
-    found = [
-        loss(trained, jax.device_put(make_batch(text, config, number), at), task.frozen)
-        for number in range(batches)
-    ]
-    return float(np.mean(found))
+    held = [jax.device_put(make_batch(text, config, number), at) for number in range(batches)]
+    if options.host:
+        step = step_of(options, task, mesh)
+        state = step.init(trained, seed=options.seed)
+        return float(np.mean([step(state, batch)[1]["loss"] for batch in held]))
+    loss = jax.jit(task.loss)
+    return float(np.mean([loss(trained, batch, *task.rest) for batch in held]))
 
 
 class _NoLog:

@@ -31,6 +31,7 @@ from jaxoverlap.train import compression as c
 
 WORKERS, SEEDS, OUTER_EVERY = 4, 3, 12
 COMPRESSORS: dict[str, Any] = dict(PowerSGD=c.power_sgd(4), QSGD=c.qsgd(4), TopK=c.top_k(0.01))
+EQUAL: dict[str, Any] = {"PowerSGD 3": c.power_sgd(3)}  # about the bytes of L-GreCo's on PowerSGD
 # The first tenth of the steps goes raw with these.
 GENTLE: dict[str, Any] = {"PowerSGD 16": c.power_sgd(16), "TopK 10%": c.top_k(0.1)}
 OUTER: dict[str, Any] = {
@@ -49,6 +50,7 @@ def syncs(steps: int) -> dict[tuple[str, str], Any]:
     for name, compressor in COMPRESSORS.items():
         found["uniform", name] = c.uniform(compressor)
         found["L-GreCo", name] = c.lgreco(compressor, **when)
+    found |= {("uniform", name): c.uniform(compressor) for name, compressor in EQUAL.items()}
     for name, compressor in GENTLE.items():
         found["uniform", name] = c.uniform(compressor, start=steps // 10)
         found["L-GreCo", name] = c.lgreco(compressor, start=steps // 10, **when)
@@ -81,8 +83,8 @@ def run(task: Task, seed: int, sync: Any) -> dict[str, Any]:
         sent += step.sent_bytes(state)
     step.check()
     averager = step._loop.averager(state.params)
-    control = state.control.on_host()
-    settings = averager.at(control.settings).settings
+    averager_now = averager.at(np.asarray(state.control.settings))
+    settings = averager_now.settings
     layers = [layer.name for layer in averager.layers]
     return dict(
         loss=held_out_loss(task, jax.device_get(state.params)),
@@ -90,7 +92,7 @@ def run(task: Task, seed: int, sync: Any) -> dict[str, Any]:
         raw_bytes=uncompressed.sent_bytes(uncompressed.init(task.new_params(seed))) * task.steps,
         settings=dict(zip(layers, settings, strict=True)),
         default=sync.compressor.setting,
-        layer_bytes=sum(map(averager.at(control.settings).layer_bytes, range(len(layers)))),
+        layer_bytes=sum(map(averager_now.layer_bytes, range(len(layers)))),
         uniform_bytes=sum(map(averager.layer_bytes, range(len(layers)))),
     )
 

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from jaxoverlap.train import zeroth_order as zo
-from models import finetune_zo, trainer, tuned_weights
+from models import finetune_zo, trainer, tuned_weights, zo_blocks
 from models.config import Config, Mistake
 from models.finetune_zo import FineTune
 from models.gpt import RECIPE
@@ -69,7 +69,37 @@ def test_all_meshes_take_one_trajectory(checkpoint):
     np.testing.assert_allclose(spread, alone, rtol=2e-6)
 
 
+def test_streamed_layers_learn_what_blocks_on_the_device_do_and_resume(checkpoint, tmp_path):
+    of = FineTune(checkpoint, steps=3, batch=4, host=True, log=tmp_path / "log")
+    finetune_zo.finetune(dataclasses.replace(of, steps=2))
+    losses, trained, task = finetune_zo.finetune(of)
+    assert len(losses) == 1
+    for leaf in jax.tree.leaves(trained["blocks"]):
+        assert leaf.sharding.memory_kind == "pinned_host"
+    config, mesh = finetune_zo.configuration(of), of.mesh()
+    start = finetune_zo.restored(of, config, mesh)
+    resident = zo.step(task.loss, of.transform(), mesh)  # the same blocks, all on the device
+    state = resident.init(zo_blocks.in_blocks(start), seed=of.seed)
+    text = finetune_zo.load_text(of.text, sequence=config.sequence)
+    text = text[: -finetune_zo.held_out(of, config)]
+    for number in range(of.steps):
+        state, metrics = resident(state, finetune_zo.make_batch(text, config, number))
+    np.testing.assert_allclose(losses[-1], metrics["loss"], rtol=1e-6)
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6, atol=1e-8), trained, state.params
+    )
+    whole = jax.device_get(finetune_zo.whole_params(of, trained, task))
+    assert jax.tree.structure(whole) == jax.tree.structure(start)
+    batch = RECIPE.batches(config)(0)
+    loss = jax.jit(finetune_zo.loss_of(RECIPE, config, mesh))
+    on_device = task.loss(jax.device_get(trained), batch)
+    np.testing.assert_allclose(loss(whole, batch), on_device, rtol=1e-6)
+    assert np.isfinite(finetune_zo.evaluate(of, trained, task, batches=1))
+
+
 def test_mistakes_are_named(checkpoint, tmp_path):
+    with pytest.raises(Mistake, match="expected full and 1"):
+        FineTune(checkpoint, "lora", host=True)
     with pytest.raises(Mistake, match="expected one of full, lora, prefix"):
         FineTune(checkpoint, "adapter")
     with pytest.raises(Mistake, match="expected a multiple of shards=3"):
