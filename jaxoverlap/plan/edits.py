@@ -121,24 +121,23 @@ class SortPerShard(_Edit, frozen=True, kw_only=True):
     """Devices sort their own tokens by expert alone, in place of all tokens.
 
     Attributes:
-        sources: the lines of the sorts.
+        source: the lines of the sorts.
         axes: the mesh axes among whose devices the tokens are divided.
     """
 
-    sources: Annotated[tuple[str, ...], msgspec.Meta(min_length=1)]
+    source: str
     axes: Annotated[tuple[str, ...], msgspec.Meta(min_length=1)]
 
     @property
     def why(self) -> str:
         """Say what the step does as it is written."""
         return (
-            f"the sort at {', '.join(self.sources)} is of the tokens of all devices: each gathers "
+            f"the sort at {self.source} is of the tokens of all devices: each gathers "
             "and computes all of them"
         )
 
     def __str__(self) -> str:
-        axes = ", ".join(self.axes)
-        return f"devices along {axes} sort their own tokens at {', '.join(self.sources)}"
+        return f"devices along {', '.join(self.axes)} sort their own tokens at {self.source}"
 
 
 class GatherTable(_Edit, frozen=True, kw_only=True):

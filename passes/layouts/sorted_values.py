@@ -379,7 +379,8 @@ class SortedValues:
         made, sums = list[LocalEquation](), set[Any]()
         for position in sorted(positions):
             eqn = self._uses.eqns[position]
-            if sums.issuperset(eqn.invars) and eqn.primitive.name == "convert_element_type":
+            is_sum = sums.issuperset(compat.variables(eqn.invars))
+            if is_sum and eqn.primitive.name == "convert_element_type":
                 made.append(LocalEquation(eqn, (None,), ("add",)))
             else:
                 made.append(self._counting(eqn, dims))

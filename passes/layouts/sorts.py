@@ -52,8 +52,8 @@ def proposals(step: EditedStep) -> Iterator[tuple[SortPerShard, ...]]:
         return
     jaxpr = opened(step.jaxpr)
     for axes in dict.fromkeys(_axes(step)):
-        if lines := tuple(dict.fromkeys(_lines(jaxpr, _devices(axes, step.mesh)))):
-            yield (SortPerShard(sources=lines, axes=axes),)
+        if source := _source(jaxpr, _devices(axes, step.mesh)):
+            yield (SortPerShard(source=source, axes=axes),)
 
 
 def run(step: EditedStep, edits: Sequence[SortPerShard]) -> EditedStep:
@@ -62,7 +62,7 @@ def run(step: EditedStep, edits: Sequence[SortPerShard]) -> EditedStep:
     for edit in edits:
         check_named(step.mesh, edit, edit.axes)
         shards = _devices(edit.axes, step.mesh)
-        if tuple(dict.fromkeys(_lines(jaxpr, shards))) != edit.sources:
+        if _source(jaxpr, shards) != edit.source:
             raise misfit(edit, "the step has no such sorts, or other values depend on their order")
 
         def visit(body: Body, shards: int = shards, axes: tuple[str, ...] = edit.axes) -> Any:
@@ -96,11 +96,14 @@ def _has_sort(eqns: Sequence[Any]) -> bool:
     )
 
 
-def _lines(jaxpr: Any, shards: int) -> Iterator[str]:
-    """Yield the lines of the sorts that devices can do alone."""
-    for body in bodies(jaxpr):
-        for found in _sorted(body, shards):
-            yield line_of(body.eqns[min(found.local)], body.around)
+def _source(jaxpr: Any, shards: int) -> str:
+    """Return the lines of the sorts that devices can do alone."""
+    every = (
+        line_of(body.eqns[min(found.local)], body.around)
+        for body in bodies(jaxpr)
+        for found in _sorted(body, shards)
+    )
+    return ", ".join(dict.fromkeys(every))
 
 
 def _sorted(body: Body, shards: int) -> list[SortedValues]:
