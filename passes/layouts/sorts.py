@@ -17,13 +17,14 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax import lax
 from jax.sharding import Mesh, PartitionSpec
 
 from jaxoverlap._jax import compat, inlining
 from jaxoverlap.passes.analysis.def_use import DefUse
 from jaxoverlap.passes.analysis.jaxprs import Body, bodies, map_bodies
-from jaxoverlap.passes.analysis.mesh import explicit_axes
+from jaxoverlap.passes.analysis.mesh import explicit_axes, is_cpu
 from jaxoverlap.passes.edited import EditedStep, check_named, misfit
 from jaxoverlap.passes.keep.opened import opened
 from jaxoverlap.passes.layouts.layout import weights_of
@@ -216,7 +217,12 @@ class _Emitted:
         return PartitionSpec() if dim is None else PartitionSpec(*[None] * dim, self._axes)
 
     def _combined(self, value: Any, how: Tokens | str) -> Any:
-        return _COMBINE[how](value, self._axes) if isinstance(how, str) else value
+        if not isinstance(how, str):
+            return value
+        # XLA:CPU ends the process at a sum of 16 bits where other axes are automatic.
+        wide = value.dtype.itemsize == 2 and is_cpu(self._mesh)
+        given = value.astype(jnp.float32) if wide else value
+        return _COMBINE[how](given, self._axes).astype(value.dtype)
 
 
 def _reads(local: LocalEquation) -> Iterator[tuple[Any, int | None]]:
