@@ -112,6 +112,12 @@ class ZOStep:
             )
         self._made = Streamed(loss_fn, transform, self._layout, sliced)
 
+    def __repr__(self) -> str:
+        """Return the estimator's settings, and where the parameters are."""
+        kept = "blocks in host memory" if isinstance(self._made, Streamed) else "device memory"
+        mezo = self.transform
+        return f"ZOStep: eps {mezo.eps}, directions {mezo.directions}, parameters in {kept}"
+
     @property
     def transform(self) -> Mezo:
         """Return the estimator."""
