@@ -62,7 +62,7 @@ def test_an_overlapped_step_says_what_it_became():
     plain = jaxoverlap.overlap(jax.jit(matmul))
     with pytest.warns(UserWarning, match="has no mesh"):
         plain(jnp.ones((4, 4)), jnp.ones((4, 4)))
-    assert "runs as it is: overlap() changes nothing: matmul has no mesh" in repr(plain)
+    assert "\n  overlap() changes nothing: matmul has no mesh" in repr(plain)
 
 
 def test_training_over_workers_says_how_they_average():

@@ -29,5 +29,5 @@ def _line(program: StepProgram) -> str:
         simulated = f"; {program.speedup}" if program.speedup else ""
         return f"on {mesh_text(program.plan.mesh)}: {program.plan.verdict}{simulated}"
     if program.notice is not None:
-        return f"runs as it is: {program.notice[1]}"
+        return program.notice.text
     return f"runs as it is: {program.error or 'there is nothing to overlap'}"
