@@ -125,18 +125,19 @@ class CompiledChoice:
         options = replace(self.options, room=room)
         return CompiledChoice(self.call, step_program(self.call, options, found), options)
 
-    def check(self, rows: Sequence[Candidate]) -> None:
-        """Refuse a step of which no compiled candidate fits the memory that `memory=` states.
+    def check(self, taken: Candidate) -> None:
+        """Refuse a compiled step that needs more memory than `memory=` states.
+
+        Args:
+            taken: the candidate that is taken: one that fits, if any does that can be simulated.
 
         Raises:
-            UserError: if none does.
+            UserError: if it does not fit.
         """
         if self.options.memory is None or self.program.cost is None:
             return
         most = most_bytes(self.options, self.program.cost.cluster)
-        peaks = (row.evaluation.peak_bytes for row in rows if not row.evaluation.refusal)
-        needed = min(peaks, default=0)
-        if needed > most:
+        if (needed := taken.evaluation.peak_bytes) > most:
             raise UserError(
                 f"memory={memory_text(self.options.memory)}: a device needs {human_bytes(needed)}, "
                 f"{human_bytes(needed - most)} too many, although {self._least()}. Shard over more "
@@ -248,7 +249,7 @@ def faster(choice: CompiledChoice, lowered: Lowered, options: dict[str, Any] | N
         return faster(less, lowered.instead(other, new.plan, new.ordering), options)
     rows = search_compiled(compare.stages, compiled)
     taken, speedup = compare.taken(rows), compare.speedup(rows)
-    choice.check(rows)
+    choice.check(taken)
     best = made.get(taken.stage) if taken.parent is None else None
     if best is None:
         best = stage_of(taken).compiled(options)
@@ -274,7 +275,7 @@ def decided(choice: CompiledChoice) -> StepProgram:
             now = less
         compare = now.candidates()
         rows = search_compiled(compare.stages, now.compiler().evaluated)
-        now.check(rows)
+        now.check(compare.taken(rows))
         speedup = msgspec.structs.replace(compare.speedup(rows), room=now.options.room)
         return msgspec.json.encode(speedup).decode()
 

@@ -74,10 +74,10 @@ def _outputs(source: str, names: dict[str, Any]) -> list[dict[str, Any]]:
     found: list[dict[str, Any]] = []
     if text:
         lines = text.splitlines(keepends=True)
-        found.append({"output_type": "stream", "name": "stdout", "text": lines})
+        found.append({"name": "stdout", "output_type": "stream", "text": lines})
     if shown is not None:
         data = {"image/svg+xml": shown.data.splitlines(keepends=True)}
-        found.append({"output_type": "display_data", "metadata": {}, "data": data})
+        found.append({"data": data, "metadata": {}, "output_type": "display_data"})
     return found
 
 
