@@ -189,11 +189,11 @@ def simulate(
 
     Exit code 1 if a smaller share of the communication time than --at-least is hidden.
     """
-    from jaxoverlap.simulation.channels import fewer_channels
-
     check_writable(html, svg, perfetto)
     pod = checked(step, pod, axes, processes)
     built = _built(step, pod, axes)
+    from jaxoverlap.simulation.channels import fewer_channels  # imports JAX: not before mistakes
+
     with working(f"compiling {step} for {pod}, overlapped"):
         compiled = built.compile(keep_rings=keep_rings)
         steps = {"overlapped": compiled.simulate(pod)}

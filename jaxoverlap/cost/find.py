@@ -78,6 +78,11 @@ def has_packaged_tables(cluster: Cluster) -> bool:
     return measured.packaged(cluster.chip.name) is not None
 
 
+def cost_of(cluster: str | Cluster | CostModel) -> CostModel:
+    """Return a cost model as it is, or that of a cluster; raises as `cost_model`."""
+    return cluster if is_cost_model(cluster) else cost_model(cluster_from(cluster))
+
+
 def is_cost_model(value: object) -> TypeGuard[CostModel]:
     """Return whether a value gives the seconds of a cluster's work, as a `CostModel` does."""
     return isinstance(getattr(value, "cluster", None), Cluster)

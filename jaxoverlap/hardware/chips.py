@@ -78,9 +78,9 @@ class Chip:
     device_name: str
     compute_capability: Annotated[tuple[int, int], whole_pair]
     num_sms: AtLeast1
-    fpus_per_sm: AtLeast1
-    clock_ghz: Above0
-    memory_bytes: AtLeast1
+    fpus_per_sm: AtLeast0
+    clock_ghz: Annotated[float, partial(number, least=0)]
+    memory_bytes: AtLeast0
     memory_bandwidth_bytes_per_s: Above0
     l2_bytes: AtLeast0
     shared_memory_per_sm_bytes: AtLeast0

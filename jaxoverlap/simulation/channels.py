@@ -17,9 +17,9 @@ from dataclasses import dataclass, replace
 import jax
 
 from jaxoverlap._util.expect import hlo_text
-from jaxoverlap.cost.find import cost_model, is_cost_model
+from jaxoverlap.cost.find import cost_of
 from jaxoverlap.cost.model import CostModel
-from jaxoverlap.hardware.cluster import Cluster, cluster_from
+from jaxoverlap.hardware.cluster import Cluster
 from jaxoverlap.plan.limits import GAIN
 from jaxoverlap.plan.speedup import milliseconds
 from jaxoverlap.simulation.replay import replay
@@ -67,7 +67,7 @@ def fewer_channels(
     Raises:
         ValueError: as `jaxoverlap.simulate`.
     """
-    cost = cluster if is_cost_model(cluster) else cost_model(cluster_from(cluster))
+    cost = cost_of(cluster)
     module = scheduled_module(hlo_text("compiled", compiled))
     before = replay(module, cost)
     steps = {most: replay(module, replace(cost, most_channels=most)) for most in _TRIED}

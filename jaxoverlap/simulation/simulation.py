@@ -9,9 +9,9 @@ import jax
 
 from jaxoverlap._util.expect import hlo_text
 from jaxoverlap._util.text import human_bytes, table
-from jaxoverlap.cost.find import cost_model, is_cost_model
+from jaxoverlap.cost.find import cost_of
 from jaxoverlap.cost.model import CostModel
-from jaxoverlap.hardware.cluster import Cluster, cluster_from
+from jaxoverlap.hardware.cluster import Cluster
 from jaxoverlap.hardware.pods import mesh_of_compiled
 from jaxoverlap.hardware.topology import check_is_pods
 from jaxoverlap.plan.speedup import Speedup
@@ -138,7 +138,7 @@ def simulate(
             or has another number of devices, or `max_ctas` is below 1.
     """
     text = hlo_text("compiled", compiled)
-    cost = cluster if is_cost_model(cluster) else cost_model(cluster_from(cluster))
+    cost = cost_of(cluster)
     if max_ctas is not None:
         cost = replace(cost, most_channels=max_ctas)
     check_is_pods(mesh_of_compiled(compiled), cost.cluster)

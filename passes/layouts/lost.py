@@ -187,30 +187,6 @@ def _within(
     return unique(given)
 
 
-def _reasons_of_slots(
-    slots: Sequence[Name], every: Sequence[Body], dims: DimNames
-) -> Iterator[str]:
-    """Say where tokens are scattered to slots."""
-    for eqn, body in ((eqn, one) for one in every for eqn in one.eqns):
-        if eqn.primitive.name == "scatter" and not {*slots}.isdisjoint(dims.of(eqn.outvars[0])):
-            yield (
-                f"the scatter at {line_of(eqn, body.around)} leaves the slots of tokens sharded by "
-                "feature: parts of what is computed of them are summed over all devices"
-            )
-
-
-def _reasons_of_layers(jaxpr: Any, by_layer: Sequence[int]) -> Iterator[str]:
-    """Say which weights are sharded by layer."""
-    names = compat.argument_names(jaxpr)
-    if by_layer:
-        which = ", ".join(names[number] for number in by_layer[:3])
-        more = ", ..." if len(by_layer) > 3 else ""
-        yield (
-            f"the weights {which}{more} are sharded along the dim that a scan runs along: "
-            "all layers are gathered before it"
-        )
-
-
 # -- what loops index -----------------------------------------------------------------------------
 
 
@@ -374,3 +350,27 @@ def _reasons(
                 f"the loop at {line_of(eqn, body.around)} slices the batch along a dim that "
                 "is sharded: each iteration gathers what it reads"
             )
+
+
+def _reasons_of_slots(
+    slots: Sequence[Name], every: Sequence[Body], dims: DimNames
+) -> Iterator[str]:
+    """Say where tokens are scattered to slots."""
+    for eqn, body in ((eqn, one) for one in every for eqn in one.eqns):
+        if eqn.primitive.name == "scatter" and not {*slots}.isdisjoint(dims.of(eqn.outvars[0])):
+            yield (
+                f"the scatter at {line_of(eqn, body.around)} leaves the slots of tokens sharded by "
+                "feature: parts of what is computed of them are summed over all devices"
+            )
+
+
+def _reasons_of_layers(jaxpr: Any, by_layer: Sequence[int]) -> Iterator[str]:
+    """Say which weights are sharded by layer."""
+    names = compat.argument_names(jaxpr)
+    if by_layer:
+        which = ", ".join(names[number] for number in by_layer[:3])
+        more = ", ..." if len(by_layer) > 3 else ""
+        yield (
+            f"the weights {which}{more} are sharded along the dim that a scan runs along: "
+            "all layers are gathered before it"
+        )

@@ -105,7 +105,7 @@ def test_a_model_of_unknown_fields_is_refused(tmp_path):
 
 
 def test_the_baseline_is_the_fastest_options_on_the_fastest_mesh():
-    """As README names it: by XLA's defaults, O1 or gpu-recipes, without a pass of this library."""
+    """The baseline is README's: by XLA's defaults, O1 or gpu-recipes, without a pass of this library."""
     words = ("simulate", STEP, "--pod", "h100-sxm:1x8", "--mesh", "data=8,model=1", "--without")
     shown = CliRunner().invoke(app, words)
     assert shown.exit_code == 0, shown.output

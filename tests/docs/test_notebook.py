@@ -1,4 +1,4 @@
-"""The notebook runs as it stands, and prints what it shows."""
+"""The notebook runs, and prints the outputs that are in it."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tests.support.pods import needs_plugin
 
 
 def text(outputs: list[dict[str, Any]]) -> str:
-    """What a cell prints, without the hash in a module's name."""
+    """Return the output of a cell, without the hash in a module's name."""
     lines = (line for output in outputs for line in output.get("text", ()))
     return re.sub(r"_[0-9a-f]{8}\b", "", "".join(lines))
 

@@ -11,8 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import jaxoverlap
-from jaxoverlap._jax.jobs import peak_bytes
 from jaxoverlap.hardware.pods import compiler_options, pod_mesh
+from tests.search.test_kept import needs
 from tests.support.pods import marked
 from tests.support.pods import pytestmark as pods
 
@@ -59,12 +59,8 @@ def drawn(parts: tuple[str, ...], layers: int, scanned: bool, policy: str) -> tu
     return jax.jit(jax.grad(loss)), (w, shape(ROWS, WIDTH, spec=("fsdp",)))
 
 
-def needs(step: Any, args: Any, options: Any = None) -> int:
-    return peak_bytes(step.lower(*args).compile(options).memory_analysis())
-
-
 def check(parts: tuple[str, ...], layers: int, scanned: bool, policy: str, share: float) -> bool:
-    """Compile a step within a share of what it needs with everything saved; False if refused."""
+    """Compile a step within a share of the most memory that one needs; False if it is refused."""
     most = needs(*drawn(parts, layers, scanned, "everything"), compiler_options())
     budget = int(share * most / 1e6) * 1_000_000
     step, args = drawn(parts, layers, scanned, policy)

@@ -103,8 +103,8 @@ def small(policy=None):
     return step, (w, given(16384, 512, spec=("fsdp",)))
 
 
-def needs(step, args) -> int:
-    return peak_bytes(step.lower(*args).compile().memory_analysis())
+def needs(step, args, options=None) -> int:
+    return peak_bytes(step.lower(*args).compile(options).memory_analysis())
 
 
 @marked(pods)

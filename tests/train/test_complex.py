@@ -7,7 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxoverlap.train.local_updates.algorithms import co2, diloco
+from jaxoverlap.train.local_updates.algorithms import diloco
+from jaxoverlap.train.local_updates.co2 import co2
 from jaxoverlap.train.local_updates.local_updates import LocalUpdates
 from jaxoverlap.train.local_updates.transforms import clipped_momentum
 from jaxoverlap.train.placement import mean_of_workers

@@ -97,8 +97,7 @@ def value_and_grad(
     if order == "ZB-H1" and pieces > 1:
         raise ValueError(f"order='ZB-H1' with pieces={pieces}: its table has one piece a stage")
     schedule = PipelineSchedule(mesh.shape[axis], micro_batches, pieces)
-    device = _device if order == "1F1B" else _device_of_passes
-    body = functools.partial(device, schedule, stage, first, last, axis, data)
+    body = functools.partial(_device, order, schedule, stage, first, last, axis, data)
 
     def call(stages: Tree, shared: Tree, batch: Tree) -> tuple[jax.Array, tuple[Tree, Tree]]:
         _check(stages, shared, batch, schedule)
@@ -160,6 +159,7 @@ def _kind(leaf: Any) -> str:
 
 
 def _device(
+    order: str,
     schedule: PipelineSchedule,
     stage: Stage,
     first: First,
@@ -171,17 +171,47 @@ def _device(
     shared: Tree,
     batch: Tree,
 ) -> tuple[jax.Array, tuple[Tree, Tree]]:
-    """Run all ticks of one stage."""
+    """Run all ticks of one stage; return a device's loss and gradients."""
+    count = schedule.micro_batches
+    x_like = jax.eval_shape(first, shared, picked(batch, jnp.int32(0)))
+    _check_shapes(stage, last, stages, shared, x_like, batch)
+    if order == "1F1B":
+        sums = _run_ticks(
+            schedule, stage, first, last, axis, index[0], x_like, stages, shared, batch
+        )
+    else:
+        weights = picked(stages, jnp.int32(0))
+        loss, of_weights, of_shared = zero_bubble.run_stage(
+            stage, first, last, axis, schedule.stages, count, index[0], weights, shared, batch
+        )
+        sums = loss, jax.tree.map(lambda g: g[None], of_weights), of_shared
+    means = mean_over(data, jax.tree.map(lambda a: a / count, sums))
+    loss, of_stages, of_shared = means
+    of_stages = jax.tree.map(lambda g, w: g.astype(w.dtype), of_stages, stages)
+    return loss[None], (of_stages, jax.tree.map(lambda a: a[None], of_shared))
+
+
+def _run_ticks(
+    schedule: PipelineSchedule,
+    stage: Stage,
+    first: First,
+    last: Last,
+    axis: str,
+    index: jax.Array,
+    x_like: Tree,
+    stages: Tree,
+    shared: Tree,
+    batch: Tree,
+) -> tuple[jax.Array, Tree, Tree]:
+    """Run one stage in 1F1B's order; return the sums of its micro-batches' losses and gradients."""
     tables = schedule.tables()
-    rows = [jnp.asarray(array)[index[0]] for array in tables.rows]
-    at_first, at_last = index[0] == 0, index[0] == schedule.stages - 1
-    count, v = schedule.micro_batches, schedule.pieces
+    rows = [jnp.asarray(array)[index] for array in tables.rows]
+    at_first, at_last = index == 0, index == schedule.stages - 1
+    v = schedule.pieces
 
     def micro_batch(number: jax.Array) -> Tree:
         return picked(batch, jnp.maximum(number, 0))
 
-    x_like = jax.eval_shape(first, shared, micro_batch(jnp.int32(0)))
-    _check_shapes(stage, last, stages, shared, x_like, batch)
     x_zero = jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype), x_like)
     dx_zero = jax.tree.map(lambda a: a if is_differentiable(a) else None, x_zero)
     kept = jax.tree.map(lambda a: jnp.zeros((tables.slots, *a.shape), a.dtype), x_like)
@@ -280,40 +310,7 @@ def _device(
     ends = (0, schedule.warm_up_ticks, schedule.forward_ticks, schedule.ticks)
     for phase, begin, end in zip((warm_up, steady, drain), ends[:-1], ends[1:], strict=True):
         carry, _ = lax.scan(phase, carry, jnp.arange(begin, end))
-    return _means((carry["loss"], carry["stages"], carry["shared"]), count, data, stages)
-
-
-def _device_of_passes(
-    schedule: PipelineSchedule,
-    stage: Stage,
-    first: First,
-    last: Last,
-    axis: str,
-    data: tuple[str, ...],
-    index: jax.Array,
-    stages: Tree,
-    shared: Tree,
-    batch: Tree,
-) -> tuple[jax.Array, tuple[Tree, Tree]]:
-    """Run all ticks of one stage in ZB-H1's order."""
-    p, count, weights = schedule.stages, schedule.micro_batches, picked(stages, jnp.int32(0))
-    x_like = jax.eval_shape(first, shared, picked(batch, jnp.int32(0)))
-    _check_shapes(stage, last, stages, shared, x_like, batch)
-    loss, of_weights, of_shared = zero_bubble.run_stage(
-        stage, first, last, axis, p, count, index[0], weights, shared, batch
-    )
-    of_stages = jax.tree.map(lambda g: g[None], of_weights)
-    return _means((loss, of_stages, of_shared), count, data, stages)
-
-
-def _means(
-    sums: tuple[jax.Array, Tree, Tree], count: int, data: tuple[str, ...], stages: Tree
-) -> tuple[jax.Array, tuple[Tree, Tree]]:
-    """Return a device's loss and gradients, of sums over its `count` micro-batches."""
-    means = mean_over(data, jax.tree.map(lambda a: a / count, sums))
-    loss, of_stages, of_shared = means
-    of_stages = jax.tree.map(lambda g, w: g.astype(w.dtype), of_stages, stages)
-    return loss[None], (of_stages, jax.tree.map(lambda a: a[None], of_shared))
+    return carry["loss"], carry["stages"], carry["shared"]
 
 
 def data_axes(mesh: Mesh, data: Sequence[str]) -> tuple[str, ...]:

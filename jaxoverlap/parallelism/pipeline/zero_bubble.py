@@ -34,7 +34,7 @@ _KINDS = ("idle", "F", "B", "W")
 
 
 class TickTables(NamedTuple):
-    """What each stage does in each tick, int32 [stages, ticks]; NONE where there is nothing.
+    """Tables of the passes of each stage by tick, int32 [stages, ticks]; NONE where there is none.
 
     Attributes:
         kind: the pass, an index into idle, F, B, W.

@@ -106,7 +106,7 @@ def _sizes(tree: Any, over: Over) -> Any:
 
 
 class LeafRatesState(NamedTuple):
-    """What the rates of leaves are found from (`rate_by_leaf`).
+    """The state from which the rates of leaves are found (`rate_by_leaf`).
 
     Attributes:
         inner: the state of what makes the update.

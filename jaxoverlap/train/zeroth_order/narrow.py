@@ -35,7 +35,8 @@ class Narrowed(Streamed):
     """A streamed step that uploads a narrow copy of the blocks.
 
     Attributes:
-        dtype: of the copy, a float; of 8 bits with a scale for each leaf of each block.
+        dtype: of the copy, a float; one of less range than bfloat16 has a scale for each leaf of
+            each block.
         every: steps between two times that the exact blocks move.
         dtypes: the blocks' own, a tree.
         refreshes: whether blocks are the exact ones, updated and sent back.
@@ -129,10 +130,11 @@ class Narrowed(Streamed):
         return dict(blocks=put(layer, is_sliced), values=put(values, is_sliced), scales=scales)
 
     def _scale(self, leaf: jax.Array) -> jax.Array:
-        """Return by what a leaf is divided, float32 []: 1 where the copy has 16 bits or more."""
-        if jnp.dtype(self.dtype).itemsize > 1:
+        """Return by what a leaf is divided, float32 []: 1 where the copy has bfloat16's range."""
+        largest = float(jnp.finfo(self.dtype).max)
+        if largest >= float(jnp.finfo(jnp.bfloat16).max):
             return jnp.float32(1)
-        most = jnp.abs(leaf).max().astype(jnp.float32) / float(jnp.finfo(self.dtype).max)
+        most = jnp.abs(leaf).max().astype(jnp.float32) / largest
         return jnp.where(most > 0, most, 1.0)
 
     def _specs(self, state: ZOState) -> Any:
@@ -151,6 +153,7 @@ def copy_dtype(value: Any) -> Any:
         found = jnp.dtype(value)
     except TypeError:
         found = None
-    fits = found is not None and jnp.issubdtype(found, jnp.floating) and 1 <= found.itemsize <= 4
+    is_float = found is not None and jnp.issubdtype(found, jnp.floating)
+    fits = is_float and 8 <= jnp.finfo(found).bits <= 32
     expect(fits, "offload_dtype", value, "a float of 8 to 32 bits, as jnp.float8_e4m3fn")
     return found
