@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import re
-import subprocess
-import sys
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -145,15 +143,6 @@ def test_every_page_is_in_the_sites_contents():
     contents = (ROOT / "mkdocs.yml").read_text().split("nav:")[1]
     for page in DOCS.rglob("*.md"):
         assert f"{page.relative_to(DOCS)}\n" in contents, page
-
-
-def test_the_site_builds(tmp_path: Path):
-    """Strict: a link that leads nowhere, or a name that the API's page does not find, is an error."""
-    command = [sys.executable, "-m", "mkdocs", "build", "--quiet", "--site-dir", str(tmp_path)]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stdout + done.stderr
-    page = (tmp_path / "api" / "index.html").read_text()
-    assert 'id="jaxoverlap.overlap"' in page and "never_slower" in page
 
 
 @pytest.mark.parametrize("page", PAGES, ids=of)
