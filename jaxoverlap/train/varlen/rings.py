@@ -197,6 +197,8 @@ class Bounds:
         exchanged: those of the sizes whose groups exchange heads; others pass keys round a ring.
         sequences: unsharded sequences that a device has of one size, alone or with a group that
             exchanges heads, at most: a fused kernel is compiled for so many.
+        ringed: sequences of one ring, at most, for which a ring's kernel is compiled; 0: its blocks
+            are matmuls, of any number.
     """
 
     widths: tuple[tuple[int, int], ...]
@@ -204,6 +206,7 @@ class Bounds:
     sent: int
     exchanged: tuple[int, ...] = ()
     sequences: int = 0
+    ringed: int = 0
 
     def __post_init__(self) -> None:
         odd = any(size > 1 and width % 2 for size, width in self.widths)
@@ -247,8 +250,9 @@ def bounds_of(
     *,
     exchanged: Iterable[int] = (),
     sequences: int = 0,
+    ringed: int = 0,
 ) -> Bounds:
     """Return bounds, the largest rings first, without sizes that have no slots."""
     kept = tuple(sorted(((s, w) for s, w in widths.items() if w), reverse=True))
     exchange = tuple(size for size, _ in kept if size in set(exchanged))
-    return Bounds(kept, tokens, sent, exchange, sequences)
+    return Bounds(kept, tokens, sent, exchange, sequences, ringed)

@@ -106,7 +106,7 @@ def attention(
     head_scale = q.shape[-1] ** -0.5 if scale is None else scale
     fuses = has_kernel(mesh) if fused is None else fused
     engine = engine_of(nodes, axes, bounds, scale=head_scale, costs=costs)
-    engine = engine._replace(fused=fuses and bounds.sequences > 0, chip=described(mesh))
+    engine = engine._replace(fused=fuses, chip=described(mesh))
     stream, each = P(*axes, None, None), P(axes)
     placed = PlanArrays(P(), P(), each, each)  # type: ignore[arg-type]
     body = functools.partial(_on_device, engine, q.shape[2], k.shape[2])
