@@ -15,7 +15,7 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 
 from jaxoverlap.train.varlen.costs import BACKWARD_COMPUTE, AttentionCosts, Floats
-from jaxoverlap.train.varlen.rings import Bounds, Nodes, beside_s, static_s
+from jaxoverlap.train.varlen.rings import Bounds, Nodes, beside_s, costs_in, static_s
 from jaxoverlap.train.varlen.sharing import (
     Prices,
     Room,
@@ -188,7 +188,7 @@ def packed(
     """
     if lengths.sum() > bounds.tokens * nodes.total:
         return None
-    costs = replace(costs, exchanged=bounds.exchanged)
+    costs = costs_in(bounds, costs)
     price = packing_prices(lengths, nodes, costs)
     limits = np.array([bounds.width(size) for size in nodes.ring_sizes])
     least_s = bound_s(price, nodes)

@@ -29,6 +29,8 @@ _WORTH = 1.35  # a candidate whose least price is so many times the best is not 
 _LONG, _LONG_WEIGHT = (1 / 16, 1 / 8, 1 / 4, 1 / 2, 7 / 8), 0.05
 _BATCHES, _SEQUENCES = 16, 2000  # of a sample that are packed, at most
 _FEWEST = 32  # sequences of one group that a fused kernel is compiled for, at least
+# The same of a ring. Its kernels' log of sums has a row for each, of all of a device's slots.
+_FEWEST_RINGED, _MOST_RINGED = 8, 128
 
 
 def fitted(
@@ -58,7 +60,13 @@ def split_all(nodes: Nodes, costs: AttentionCosts, *, capacity: int) -> Bounds:
     """Return the program that splits every sequence over all devices."""
     size = nodes.ring_sizes[-1]
     able = size > 1 and costs.kv_heads % size == 0
-    return bounds_of({size: capacity}, capacity, 0, exchanged=(size,) if able else ())
+    even = (size,) if able else ()
+    return bounds_of({size: capacity}, capacity, 0, exchanged=even, ringed=_ringed(costs))
+
+
+def _ringed(costs: AttentionCosts) -> int:
+    """Return the sequences of a ring for which kernels are compiled, until they are counted."""
+    return _MOST_RINGED if costs.fused_rings else 0
 
 
 def _thinned(batches: Sequence[np.ndarray]) -> list[np.ndarray]:
@@ -101,7 +109,7 @@ def _candidates(share: int, nodes: Nodes, costs: AttentionCosts, capacity: int) 
         if not tokens <= sum(widths.values()) <= capacity:
             continue
         even = [size for size, w in widths.items() if size > 1 and exchanges(size, w, nodes, costs)]
-        made = bounds_of(widths, tokens, sent, exchanged=even)
+        made = bounds_of(widths, tokens, sent, exchanged=even, ringed=_ringed(costs))
         if made not in seen:
             seen.add(made)
             yield made
@@ -155,15 +163,34 @@ def _counted(
     bounds: Bounds, sample: list[np.ndarray], nodes: Nodes, costs: AttentionCosts
 ) -> Bounds:
     """Return a program with room for twice the sequences of a group that the sample needs."""
-    most = 1
+    most = ringed = 1
     for lengths in sample:
         packing = packed(lengths, nodes, costs, bounds, thorough=False)
-        most = max(most, sequences_of(packing) if packing and packing.fits() else 1)
-    return replace(bounds, sequences=max(_FEWEST, 2 << (most - 1).bit_length()))
+        if packing and packing.fits():
+            own, of_ring = _most_sequences(packing)
+            most, ringed = max(most, own), max(ringed, of_ring)
+    room = max(_FEWEST_RINGED, 2 << (ringed - 1).bit_length())
+    return replace(
+        bounds,
+        sequences=max(_FEWEST, 2 << (most - 1).bit_length()),
+        ringed=room if bounds.ringed and room <= _MOST_RINGED else 0,
+    )
 
 
-def sequences_of(packing: Packing) -> int:
-    """Return the most sequences of one group among those on one device or with heads exchanged."""
+def _most_sequences(packing: Packing) -> tuple[int, int]:
+    """Return the most sequences of one device or exchanging group, and of one ring."""
     sizes = np.array(packing.nodes.ring_sizes)[packing.size]
-    groups = (packing.ring[sizes == g] for g in (1, *packing.bounds.exchanged))
-    return max((int(np.bincount(ring).max()) for ring in groups if ring.size), default=0)
+    found = [0, 0]
+    for size in packing.nodes.ring_sizes:
+        ring = packing.ring[sizes == size]
+        if ring.size:
+            is_ring = size > 1 and size not in packing.bounds.exchanged
+            found[is_ring] = max(found[is_ring], int(np.bincount(ring).max()))
+    return found[0], found[1]
+
+
+def has_kernels(packing: Packing) -> bool:
+    """Return whether no group has more sequences than its kernel is compiled for, if it has one."""
+    limits = packing.bounds.sequences, packing.bounds.ringed
+    pairs = zip(_most_sequences(packing), limits, strict=True)
+    return all(not limit or most <= limit for most, limit in pairs)

@@ -83,8 +83,9 @@ def ring_s(
     """Return the seconds, forward and backward, of one layer's rings of one size.
 
     The own block is first; then a round takes as long as its blocks or its hop, whichever is
-    longer. Backward, blocks take 2.5 times as long and hops move
-    `costs.backward_bytes` as much.
+    longer. Backward, blocks take 2.5 times as long and hops move `costs.backward_bytes` as much.
+    The fused kernel's blocks are merged, and as it has all gradients at its end, the last sums of
+    keys' and values' gradients go home under nothing.
 
     Groups that exchange heads have two all-to-alls forward, of queries, keys and values, and of
     results, and two of their gradients backward; nothing hides them.
@@ -107,12 +108,21 @@ def ring_s(
         return (1 + BACKWARD_COMPUTE) * compute + 2 * rounds
     total = 2 * rounds
     for work, moved in ((1.0, 1.0), (BACKWARD_COMPUTE, costs.backward_bytes)):
-        hop_s = costs.intra.seconds(held * costs.token_bytes * moved)
-        if nodes.crosses(size):
-            hop_s = np.maximum(hop_s, costs.crossing_s(held * costs.token_bytes * moved))
-        block_s = work * compute / size
+        hop_s = _hop_s(held * costs.token_bytes * moved, size, nodes, costs)
+        block_s = work * (compute / size + held * costs.merge_s * costs.fused_rings)
         total = total + block_s + (size - 1) * np.maximum(block_s, hop_s)
+    if costs.fused_rings:
+        sums = held * costs.token_bytes * (costs.backward_bytes - 1)
+        total = total + _hop_s(sums, size, nodes, costs)
     return total
+
+
+def _hop_s(num_bytes: Floats, size: int, nodes: Nodes, costs: AttentionCosts) -> Floats:
+    """Return the seconds of the slowest of a ring's hops of so many bytes."""
+    inside_s = costs.intra.seconds(num_bytes)
+    if not nodes.crosses(size):
+        return inside_s
+    return np.maximum(inside_s, costs.crossing_s(num_bytes))
 
 
 def static_s(
@@ -127,7 +137,7 @@ def static_s(
 
     Attention of unsharded sequences skips empty slots, so its time is the batch's. An exchange of
     heads moves as many parts of the static slots as the fullest group needs. Rings that no sequence
-    is on are skipped; else hops carry all static slots, and all blocks are computed.
+    is on are skipped; else hops carry all static slots, and matmuls compute all blocks of them.
 
     Args:
         compute_s: forward seconds of each group's sequences on a device.
@@ -143,7 +153,8 @@ def static_s(
         return ring_s(compute, np.ones_like(compute), size, nodes, costs)
     if size not in bounds.exchanged:
         priced, width = replace(costs, exchanged=()), bounds.width(size)
-        compute = np.full_like(compute, costs.dense_ring_s(width, size))
+        if not costs.fused_rings:
+            compute = np.full_like(compute, costs.dense_ring_s(width, size))
         return 2 * costs.trip_s + ring_s(compute, np.full_like(compute, width), size, nodes, priced)
     part = bounds.part(size)
     moved = np.array([part * costs.remap_bytes, 0.0])  # two exchanges, each with a latency
@@ -241,6 +252,12 @@ class Bounds:
     def first(self, size: int) -> int:
         """Return the first slot for rings of a size; those of the largest rings come first."""
         return sum(width for at, width in self.widths if at > size)
+
+
+def costs_in(bounds: Bounds, costs: AttentionCosts) -> AttentionCosts:
+    """Return the prices in a program: which groups exchange heads, and whether rings are fused."""
+    fused = costs.fused_rings and bounds.ringed > 0
+    return replace(costs, exchanged=bounds.exchanged, fused_rings=fused)
 
 
 def bounds_of(

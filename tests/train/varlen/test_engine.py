@@ -27,14 +27,13 @@ LOWEST = np.finfo(np.float32).min
 
 
 @functools.cache
-def programs(count, devices, dtype, heads=(HEADS, KV_HEADS), bounds=BOUNDS, fused=False):
+def programs(count, devices, dtype, heads=(HEADS, KV_HEADS), bounds=BOUNDS, fused=False, tensor=1):
     """Compile attention with its gradients, on the mesh and on one device, once for all batches."""
     kv_heads = heads[1]
-    mesh = Mesh(
-        np.array(jax.devices()[:8]).reshape(count, devices),
-        ("node", "device"),
-        axis_types=(AxisType.Auto,) * 2,
-    )
+    sizes = (count, devices, tensor)[: 2 + (tensor > 1)]
+    axes = ("node", "device", "tensor")[: len(sizes)]
+    at = np.array(jax.devices()[: count * devices * tensor]).reshape(sizes)
+    mesh = Mesh(at, axes, axis_types=(AxisType.Auto,) * len(axes))
     planner = varlen.Planner(
         COSTS, varlen.Nodes(count, devices), capacity=bounds.slots, programs=[bounds]
     )
@@ -194,6 +193,22 @@ def test_rings_of_the_fused_kernel(count, devices, kernel, monkeypatch):
     program = programs.__wrapped__(count, devices, "float32", (HEADS, KV_HEADS), bounds, kernel)
     for seed in range(15):
         check_float32(program, seed)
+
+
+@pytest.mark.parametrize("kernel", (True, False))
+def test_tensor_parallel_devices_share_heads(kernel, monkeypatch):
+    """A mesh of three axes: rings of four, exchanges of two, and two devices for the heads."""
+    monkeypatch.setattr(fused_attention, "packed_causal", emulated)
+    monkeypatch.setattr(fused_attention, "packed_forward", packed_stand_in)
+    monkeypatch.setattr(fused_attention, "packed_backward", packed_stand_in_backward)
+    monkeypatch.setattr(fused, "fits", lambda q: True)
+    bounds = bounds_of(
+        {4: 24, 2: 24, 1: 40}, tokens=56, sent=64, exchanged=(2,), sequences=64, ringed=16
+    )
+    heads = (8, 4)
+    program = programs.__wrapped__(2, 2, "float32", heads, bounds, kernel, 2)
+    for seed in range(8):
+        check_float32(program, seed, heads=heads)
 
 
 @pytest.mark.parametrize("off", ("", "output", "dq"))

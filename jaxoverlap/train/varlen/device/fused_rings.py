@@ -23,7 +23,7 @@ from jaxoverlap._jax import fused_attention
 from jaxoverlap.passes.rings.chunks import tied
 from jaxoverlap.train.varlen.device import packed
 from jaxoverlap.train.varlen.device.blocks import in_float32
-from jaxoverlap.train.varlen.device.packed import RunsBlock, Chunks, Softmax
+from jaxoverlap.train.varlen.device.packed import Chunks, RunsBlock, Softmax
 from jaxoverlap.train.varlen.device.routing import send
 from jaxoverlap.train.varlen.device.sets import RingSet
 
