@@ -1,7 +1,7 @@
 """Apply edits to a step, one kind after the other: `overlap(plan=)` is this and nothing else.
 
-    step --[DropTypes]--> --[Recompute]--> --[Keep]--> --[StackMatrices]-->
-         --[PinArgument, PinValue]-->
+    step --[DropTypes]--> --[Recompute]--> --[Keep]--> --[SortPerShard]-->
+         --[StackMatrices]--> --[PinArgument, PinValue]-->
          --[GatherTable, Pin, PinResults]--> --[InterleaveColumns]--> --[MoveFirst]-->
          --[SumCarried]--> --[SplitBatch, Pin]--> --[ScatterLookup]--> --[MakeRing, ReadGathered]-->
          --[GatherAhead]--> --[TransformPerShard]--> --[SumLate]--> --[SplitExchange]-->

@@ -27,6 +27,7 @@ from jaxoverlap.plan.edits import (
     Pin,
     PinArgument,
     PinValue,
+    SortPerShard,
     SplitBatch,
     StackMatrices,
     SumCarried,
@@ -116,7 +117,7 @@ def _lost(best: Candidate) -> Iterator[str]:
     why = (
         edit.why
         for edit in edits
-        if isinstance(edit, StackMatrices | InterleaveColumns | SumCarried)
+        if isinstance(edit, SortPerShard | StackMatrices | InterleaveColumns | SumCarried)
     )
     yield from dict.fromkeys(why)
 
