@@ -15,7 +15,7 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 
 from jaxoverlap.train.varlen.costs import BACKWARD_COMPUTE, AttentionCosts, Floats
-from jaxoverlap.train.varlen.rings import Bounds, Nodes, beside_s, costs_in, static_s
+from jaxoverlap.train.varlen.rings import Bounds, Nodes, beside_s, costs_in, hidden_s, static_s
 from jaxoverlap.train.varlen.sharing import (
     Prices,
     Room,
@@ -111,7 +111,8 @@ class Packing(SequenceSharing):
 
         Any assignment is allowed. Linear layers do not count, as all devices have equal ones.
         """
-        return super().device_seconds() + _PENALTY * self.costs.linear_s * self.over()
+        hidden = hidden_s(self.ring_seconds(0), self.bounds, self.nodes, self.costs)
+        return super().device_seconds() - hidden + _PENALTY * self.costs.linear_s * self.over()
 
     def over(self) -> Floats:
         """Return the tokens of each device that have no room there."""

@@ -18,12 +18,12 @@ import numpy as np
 
 from jaxoverlap.train.varlen.costs import BACKWARD_COMPUTE, AttentionCosts, Floats
 from jaxoverlap.train.varlen.packing import Packing, packed
-from jaxoverlap.train.varlen.rings import Bounds, Nodes, beside_s, bounds_of, exchanges
+from jaxoverlap.train.varlen.rings import PARTS, Bounds, Nodes, beside_s, bounds_of, exchanges
 
 _MIDDLE = (0.0, 0.25, 0.5, 1.0)  # of a device's tokens: slots of groups inside a node
 _TOP = (0.0, 0.0625, 0.25, 0.5, 1.0)  # of groups that join nodes
-_SLACKS = (1.01, 1.05)  # linear layers' rows over an even share of the tokens
-_FINE = 128  # steps of the capacity to which slots are rounded up
+_SLACKS = (1.003, 1.05)  # linear layers' rows over an even share of the tokens
+_FINE = 384  # steps of the capacity to which slots are rounded up
 _WORTH = 1.35  # a candidate whose least price is so many times the best is not packed
 # Long sequences are rare, so a sample has few. These shares of a batch as one sequence are added.
 _LONG, _LONG_WEIGHT = (1 / 16, 1 / 8, 1 / 4, 1 / 2, 7 / 8), 0.05
@@ -97,8 +97,12 @@ def _candidates(share: int, nodes: Nodes, costs: AttentionCosts, capacity: int) 
     middles = (able[-1:] or []) + [g for g in inside if g not in able]
     across = [g for g in nodes.ring_sizes if nodes.crosses(g)]
     seen = set()
-    for slack, (g, x), (top, z), part in itertools.product(
-        _SLACKS, _shares(middles, _MIDDLE), _shares(across, _TOP), ((0,) if able else (0, 4))
+    for slack, (g, x), (top, z), part, parts in itertools.product(
+        _SLACKS,
+        _shares(middles, _MIDDLE),
+        _shares(across, _TOP),
+        ((0,) if able else (0, 4)),
+        (1, PARTS) if able else (PARTS,),
     ):
         tokens = min(_up(share * (slack if not part else 1.0), step), capacity)
         sent = 1 << (max(1, share // (nodes.total * part)) - 1).bit_length() if part else 0
@@ -109,7 +113,8 @@ def _candidates(share: int, nodes: Nodes, costs: AttentionCosts, capacity: int) 
         if not tokens <= sum(widths.values()) <= capacity:
             continue
         even = [size for size, w in widths.items() if size > 1 and exchanges(size, w, nodes, costs)]
-        made = bounds_of(widths, tokens, sent, exchanged=even, ringed=_ringed(costs))
+        ringed = _ringed(costs) if {1, *even} < set(widths) else 0
+        made = bounds_of(widths, tokens, sent, exchanged=even, ringed=ringed, parts=parts)
         if made not in seen:
             seen.add(made)
             yield made

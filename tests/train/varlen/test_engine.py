@@ -197,13 +197,13 @@ def test_rings_of_the_fused_kernel(count, devices, kernel, monkeypatch):
 
 @pytest.mark.parametrize("kernel", (True, False))
 def test_tensor_parallel_devices_share_heads(kernel, monkeypatch):
-    """A mesh of three axes: rings of four, exchanges of two, and two devices for the heads."""
+    """A mesh of three axes: rings of four, exchanges of two in one part, two devices for heads."""
     monkeypatch.setattr(fused_attention, "packed_causal", emulated)
     monkeypatch.setattr(fused_attention, "packed_forward", packed_stand_in)
     monkeypatch.setattr(fused_attention, "packed_backward", packed_stand_in_backward)
     monkeypatch.setattr(fused, "fits", lambda q: True)
     bounds = bounds_of(
-        {4: 24, 2: 24, 1: 40}, tokens=56, sent=64, exchanged=(2,), sequences=64, ringed=16
+        {4: 24, 2: 24, 1: 40}, tokens=56, sent=64, exchanged=(2,), sequences=64, ringed=16, parts=1
     )
     heads = (8, 4)
     program = programs.__wrapped__(2, 2, "float32", heads, bounds, kernel, 2)

@@ -8,9 +8,9 @@ in the second, so that under a causal mask every rank has the same work in every
     j < i        late x early, early x early
     j > i        late x early, late x late
 
-so a round is two blocks of half by half, the second with operands picked by rank. The rings run in
-the order inter-node, intra-node, local; each hop is in flight under a block of attention. Masks are
-by sequence and position, from the plan: what a step is compiled for does not depend on the batch.
+so a round is two blocks of half by half, the second with operands picked by rank. Groups of one
+size run after those of another; each hop is in flight under a block of attention. Masks are by
+sequence and position, from the plan: what a step is compiled for does not depend on the batch.
 
 The blocks are cuDNN's kernel where there is one (`fused_rings.py`), else matmuls under a mask
 (`matmul_rings.py`). Backward, keys and values go round again, and the sums of their gradients
@@ -20,6 +20,7 @@ travel behind them, in float32: in bfloat16 each hop would round them once more.
 from __future__ import annotations
 
 import functools
+from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -65,30 +66,31 @@ def _forward(
     engine: Engine, q: Array, k: Array, v: Array, segment: Array, position: Array
 ) -> tuple[Array, Any]:
     sets = _sets(engine, q, segment, position)
-    outs, kept = [], []
-    for each, parts in [(s, s.given(q, k, v)) for s in sets]:
-        if outs:  # one set of rings after the other
-            parts, outs[-1] = tied((parts, outs[-1]))
-        out, log_sums = each.forward(*parts)
-        kept.append((*parts, out, log_sums))
-        outs.append(out)
-    returned = [s.returned(out)[0] for s, out in zip(sets, outs, strict=True)]
+    given = {s: s.given(q, k, v) for s in sets}
+    outs, kept = dict[_AnySet, Array](), dict[int, Any]()
+    for each, before in _in_turn(sets, (RingSet, LocalSet, ExchangedSet)):
+        if before:
+            given[each], outs[before] = tied((given[each], outs[before]))
+        outs[each], log_sums = each.forward(*given[each])
+        kept[each.size] = *given[each], outs[each], log_sums
+    returned = [s.returned(outs[s])[0] for s in sets]
     return jnp.concatenate(returned, axis=1), (segment, position, kept)
 
 
 def _backward(engine: Engine, residuals: Any, to_out: Array) -> tuple[Any, ...]:
     segment, position, kept = residuals
-    sets, grads = _sets(engine, kept[0][0], segment, position), []
-    for each, parts, given in [
-        (s, parts, s.given(to_out)[0]) for s, parts in zip(sets, kept, strict=True)
-    ]:
-        if grads:
-            (parts, given), grads[-1] = tied(((parts, given), grads[-1]))
+    (q, *_), *_ = kept.values()
+    sets = _sets(engine, q, segment, position)
+    given, grads = {s: s.given(to_out)[0] for s in sets}, dict[_AnySet, tuple[Array, ...]]()
+    for each, before in _in_turn(sets, (RingSet, ExchangedSet, LocalSet)):
+        parts = kept[each.size]
+        if before:
+            (parts, given[each]), grads[before] = tied(((parts, given[each]), grads[before]))
         q, k, v, out, kept_of = parts
-        delta = jnp.einsum("bskgd,bskgd->bskg", in_float32(given), in_float32(out))
-        found = each.backward((q, given, kept_of, delta), k, v)
-        grads.append(tuple(g.astype(x.dtype) for g, x in zip(found, (q, k, v), strict=True)))
-    returned = [s.returned(*g) for s, g in zip(sets, grads, strict=True)]
+        delta = jnp.einsum("bskgd,bskgd->bskg", in_float32(given[each]), in_float32(out))
+        found = each.backward((q, given[each], kept_of, delta), k, v)
+        grads[each] = tuple(g.astype(x.dtype) for g, x in zip(found, (q, k, v), strict=True))
+    returned = [s.returned(*grads[s]) for s in sets]
     joined = (jnp.concatenate(g, axis=1) for g in zip(*returned, strict=True))
     return (*joined, None, None)
 
@@ -106,3 +108,19 @@ def _sets(engine: Engine, q: Array, segment: Array, position: Array) -> list[Loc
     return [
         kinds[size](engine, size, width, segment, position) for size, width in engine.bounds.widths
     ]
+
+
+_AnySet = LocalSet | RingSet
+
+
+def _in_turn(
+    sets: list[_AnySet], kinds: tuple[type[_AnySet], ...]
+) -> Iterator[tuple[_AnySet, _AnySet | None]]:
+    """Yield the sets kind by kind, the largest groups first, each with the one before it.
+
+    Local documents are attended to where an exchange in one part can hide under them: forward
+    while queries, keys and values are exchanged, backward while their gradients are.
+    """
+    own = {ExchangedSet: ExchangedSet, LocalSet: LocalSet}
+    order = [s for kind in kinds for s in sets if own.get(type(s), RingSet) is kind]
+    yield from zip(order, [None, *order], strict=False)
