@@ -118,7 +118,7 @@ class StackMatrices(_Edit, frozen=True, kw_only=True):
 
 
 class SortPerShard(_Edit, frozen=True, kw_only=True):
-    """Devices sort their own tokens by expert alone, in place of all tokens.
+    """Devices sort their own tokens by expert, and not all tokens.
 
     Attributes:
         source: the lines of the sorts.

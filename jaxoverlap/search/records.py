@@ -27,9 +27,7 @@ from jaxoverlap.plan.edits import (
     Pin,
     PinArgument,
     PinValue,
-    SortPerShard,
     SplitBatch,
-    StackMatrices,
     SumCarried,
 )
 from jaxoverlap.plan.limits import MUCH_MEMORY
@@ -114,11 +112,7 @@ def _lost(best: Candidate) -> Iterator[str]:
     edits = best.known.step.edits
     if any(isinstance(edit, PinArgument | PinValue) for edit in edits):
         yield from best.known.notes[PinValue].reasons
-    why = (
-        edit.why
-        for edit in edits
-        if isinstance(edit, SortPerShard | StackMatrices | InterleaveColumns | SumCarried)
-    )
+    why = (edit.why for edit in edits if isinstance(edit, InterleaveColumns | SumCarried))
     yield from dict.fromkeys(why)
 
 

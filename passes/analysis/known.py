@@ -80,7 +80,8 @@ class KnownValues:
         """Note the result of the next equation."""
         if len(eqn.outvars) != 1 or not isinstance(_dtype(eqn.outvars[0]), np.dtype):
             return
-        if (table := self._made(eqn)) is not None and table.size <= _MOST:
+        table = self._made(eqn)
+        if table is not None and sum(size > 1 for size in table.shape) <= 1:  # one dim tells
             self._tables[eqn.outvars[0]] = table
 
     def _made(self, eqn: Any) -> np.ndarray | None:

@@ -12,75 +12,27 @@ says of each equation how it runs on some of the tokens.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
-import jax
-import jax.numpy as jnp
 import numpy as np
 
 from jaxoverlap._jax import compat
 from jaxoverlap.passes.analysis.batch import BatchSplit, follow
 from jaxoverlap.passes.analysis.def_use import DefUse
 from jaxoverlap.passes.analysis.known import KnownValues, computed
+from jaxoverlap.passes.layouts.group_sizes import GroupSizes
+from jaxoverlap.passes.layouts.local_equations import (
+    LocalEquation,
+    NotLocalError,
+    Tokens,
+    is_alike,
+    local,
+    position_form,
+)
 
 _SAME = ("broadcast_in_dim", "reshape", "squeeze")  # they leave a position as it is
-_ONE_BY_ONE = ("reshape", "convert_element_type", "copy")
-_COMBINED = ("add", "max", "min")
-_TRIES = 4  # random lists of experts, by which it is checked that sizes count them
-
-
-class NotLocalError(Exception):
-    """Raised with the reason for which devices cannot sort their own tokens alone."""
-
-
-@dataclass(frozen=True)
-class Tokens:
-    """A value with a dim of tokens.
-
-    Attributes:
-        dim: the dim.
-        is_sorted: whether the tokens are in the order of the sort.
-        of_sorted: of a value that is a function of positions, whether these are positions in the
-            order of the sort; None for any other value.
-        table: [tokens], the value at each position.
-        is_alike: whether the positions of each device give the same values.
-    """
-
-    dim: int
-    is_sorted: bool
-    of_sorted: bool | None = None
-    table: np.ndarray | None = None
-    is_alike: bool = False
-
-    @property
-    def refers(self) -> bool:
-        """Whether its values say where tokens are."""
-        return self.table is not None and not self.is_alike
-
-    @property
-    def is_plain(self) -> bool:
-        """Whether it is in the order of the tokens, and does not say where some are."""
-        return not self.is_sorted and not self.refers
-
-
-@dataclass(frozen=True)
-class LocalEquation:
-    """An equation that a device runs on its own tokens.
-
-    Attributes:
-        eqn: the equation, with the parameters that it then has.
-        operands: the dim of tokens of each operand; None for one that has none.
-        results: the same of each result; or the primitive that combines those of all devices.
-        sizes: the equations that count the device's own tokens of each expert, for a ragged matmul.
-    """
-
-    eqn: Any
-    operands: tuple[int | None, ...]
-    results: tuple[Tokens | str, ...]
-    sizes: tuple[LocalEquation, ...] = ()
 
 
 class SortedValues:
@@ -105,11 +57,12 @@ class SortedValues:
         """
         self.local: dict[int, LocalEquation] = {}
         self.known = KnownValues()
-        self._uses, self._shards = DefUse(eqns, outvars), shards
+        self._shards = shards
         self._tokens: dict[Any, Tokens] = {}
         self._key = eqns[start].invars[0]
         (self._count,) = self._key.aval.shape
         self._split = BatchSplit(1, shards)
+        self._sizes = GroupSizes(self._key, DefUse(eqns, outvars), self.known, shards)
         for position, eqn in enumerate(eqns):
             self.known.see(eqn)
             if position == start:
@@ -140,14 +93,6 @@ class SortedValues:
             return None
         return None if position_form(table.reshape(-1)) is None else table.reshape(-1)
 
-    def _is_alike(self, atom: Any, dim: int) -> bool:
-        """Return whether all elements along a dim of a value are known to be equal."""
-        table = self.known.of(atom)
-        if not is_made_here(table):
-            return False
-        assert table is not None
-        return table.ndim == 0 or table.shape[dim] == 1
-
     def _is_identity(self, table: np.ndarray | None) -> bool:
         return table is not None and bool((table == np.arange(self._count)).all())
 
@@ -156,9 +101,14 @@ class SortedValues:
             raise NotLocalError(f"{self._shards} devices do not divide {size} tokens")
 
     def _compared(self, tokens: Tokens) -> Tokens:
-        """Return a function of positions, with whether those of each device give the same."""
+        """Return a function of positions, with whether those of each device give the same.
+
+        Of positions in the order of the sort only a constant is the same: a token has another one
+        among those of its device.
+        """
         assert tokens.table is not None
-        by_device = tokens.table.reshape(self._shards, -1)
+        devices = tokens.table.size if tokens.of_sorted else self._shards
+        by_device = tokens.table.reshape(devices, -1)
         return replace(tokens, is_alike=bool((by_device == by_device[:1]).all()))
 
     # -- equations ----------------------------------------------------------------------------
@@ -176,6 +126,7 @@ class SortedValues:
                 raise NotLocalError("it sorts what is known")
             of_sorted = None if table is None else False
             results.append(Tokens(0, True, of_sorted, table))
+        self._sizes.keys.add(eqn.outvars[0])
         return LocalEquation(eqn, (0,) * len(eqn.invars), tuple(results))
 
     def _equation(self, eqn: Any) -> LocalEquation:
@@ -256,14 +207,16 @@ class SortedValues:
         made = follow(eqn, [None if one is None else one.dim for one in tokens], self._split)
         if made is None or len(orders) > 1:
             raise NotLocalError(f"{eqn.primitive.name} reads tokens together")
-        for var, dim in zip(eqn.invars, made.operands, strict=True):
-            if dim is not None and self._of(var) is None and not self._is_alike(var, dim):
+        for var, dim, own in zip(eqn.invars, made.operands, tokens, strict=True):
+            if own is not None and own.dim != dim:
+                raise NotLocalError(f"{eqn.primitive.name} reads tokens together")
+            if dim is not None and own is None and not is_alike(self.known, var, dim):
                 raise NotLocalError(f"{eqn.primitive.name} reads tokens in two orders")
         (is_sorted,) = orders
         results = tuple(
             how if isinstance(how, str) else Tokens(how, is_sorted) for how in made.results
         )
-        return _local(eqn, made.operands, results, made.params)
+        return local(eqn, made.operands, results, made.params)
 
     def _gather(self, eqn: Any) -> LocalEquation:
         """Read tokens at the positions that a sort has made."""
@@ -278,11 +231,13 @@ class SortedValues:
             raise NotLocalError("tokens are read in another order than they have")
         rows = [d for d in range(eqn.outvars[0].aval.ndim) if d not in numbers.offset_dims]
         made = Tokens(rows[at.dim], at.is_sorted)
+        if operand in self._sizes.keys and positions and operand.aval.ndim == 1:
+            self._sizes.keys.add(eqn.outvars[0])
         if given is not None and given.refers:
             if not positions:
                 raise NotLocalError("positions are read at those of slots")
             made = self._compared(replace(made, of_sorted=given.of_sorted, table=given.table))
-        return _local(eqn, (dim, at.dim), (made,))
+        return local(eqn, (dim, at.dim), (made,))
 
     def _scatter(self, eqn: Any) -> LocalEquation:
         """Write tokens to the positions that a sort has made; or add them to what has no tokens."""
@@ -299,15 +254,15 @@ class SortedValues:
             adds = eqn.primitive.name == "scatter-add" and start is not None and not start.any()
             if not adds or made.refers:
                 raise NotLocalError(f"{eqn.primitive.name} writes sorted tokens at other positions")
-            return _local(eqn, (None, at.dim, row), ("add",))
+            return local(eqn, (None, at.dim, row), ("add",))
         one_by_one = self._indexed(at, operand.aval.shape[dim])
         is_set = eqn.primitive.name == "scatter" and one_by_one
-        if made.refers and not is_set:
-            raise NotLocalError("positions are added")
+        if (made.refers or eqn.primitive.name == "scatter") and not is_set:
+            raise NotLocalError("several slots are written to one place")
         is_sorted = bool(at.of_sorted)
-        if is_sorted and not self._is_alike(operand, dim):
+        if is_sorted and not is_alike(self.known, operand, dim):
             raise NotLocalError("tokens in two orders are added")
-        return _local(eqn, (dim, at.dim, row), (replace(made, dim=dim, is_sorted=is_sorted),))
+        return local(eqn, (dim, at.dim, row), (replace(made, dim=dim, is_sorted=is_sorted),))
 
     def _written(self, var: Any, given: Tokens | None, at: Tokens, row: int) -> Tokens:
         """Return what is written, in the order of the positions at which it is."""
@@ -315,7 +270,7 @@ class SortedValues:
             if given.dim != row or given.is_sorted != at.is_sorted:
                 raise NotLocalError("tokens are written in another order than they have")
             return given
-        if self._is_alike(var, row):
+        if is_alike(self.known, var, row):
             return Tokens(row, at.is_sorted)
         if (table := self._positions(var, row)) is not None:
             return Tokens(row, at.is_sorted, at.is_sorted, table)
@@ -337,7 +292,9 @@ class SortedValues:
 
     def _ragged(self, eqn: Any) -> LocalEquation:
         """A ragged matmul whose groups are the sorted tokens of each expert."""
-        lhs, rhs, sizes = eqn.invars[:3]
+        if len(eqn.invars) != 3:
+            raise NotLocalError("a ragged matmul has an offset of groups")
+        lhs, rhs, sizes = eqn.invars
         numbers = eqn.params["ragged_dot_dimension_numbers"]
         (summed, of_rhs), (batch, _) = numbers.dot_dimension_numbers
         tokens, other = self._of(lhs), self._of(rhs)
@@ -345,200 +302,18 @@ class SortedValues:
             raise NotLocalError("a ragged matmul reads sorted tokens in another way")
         if tuple(numbers.lhs_ragged_dimensions) != (tokens.dim,) or self._of(sizes) is not None:
             raise NotLocalError("a ragged matmul has another ragged dim")
-        counted = self._counted(sizes)
+        counted = self._sizes.of(sizes)
         if tokens.dim not in summed:
             if other is not None:
                 raise NotLocalError("a ragged matmul multiplies sorted tokens")
             free = [d for d in range(lhs.aval.ndim) if d not in summed]
-            made = _local(eqn, (tokens.dim, None, None), (Tokens(free.index(tokens.dim), True),))
+            made = local(eqn, (tokens.dim, None, None), (Tokens(free.index(tokens.dim), True),))
         else:
             dim = of_rhs[list(summed).index(tokens.dim)]
             if other is None or other.dim != dim or not other.is_sorted or other.refers:
                 raise NotLocalError("a ragged matmul sums tokens in two orders")
-            made = _local(eqn, (tokens.dim, dim, None), ("add",))
+            made = local(eqn, (tokens.dim, dim, None), ("add",))
         return replace(made, sizes=counted)
-
-    # -- sizes of groups ----------------------------------------------------------------------
-
-    def _counted(self, sizes: Any) -> tuple[LocalEquation, ...]:
-        """Return the equations that count the tokens of each expert, from what the sort sorts."""
-        base, positions = self._base(self._key), list[int]()
-        todo = [sizes]
-        while todo:
-            var = todo.pop()
-            position = self._uses.made.get(var)
-            if var in (base, self._key) or self.known.of(var) is not None:
-                continue
-            if position is None:
-                raise NotLocalError("sizes of groups are not computed where the tokens are sorted")
-            if position not in positions:
-                positions.append(position)
-                todo += compat.variables(self._uses.eqns[position].invars)
-        self._divides(base.aval.shape[0])
-        dims: dict[Any, int | None] = {base: 0, self._key: 0}
-        made, sums = list[LocalEquation](), set[Any]()
-        for position in sorted(positions):
-            eqn = self._uses.eqns[position]
-            is_sum = sums.issuperset(compat.variables(eqn.invars))
-            if is_sum and eqn.primitive.name == "convert_element_type":
-                made.append(LocalEquation(eqn, (None,), ("add",)))
-            else:
-                made.append(self._counting(eqn, dims))
-            (how,) = made[-1].results
-            if isinstance(how, str):
-                sums.add(eqn.outvars[0])
-            else:
-                dims[eqn.outvars[0]] = how.dim
-        if sizes not in sums:
-            raise NotLocalError("sizes of groups do not count what is sorted")
-        self._check_counts(sizes, base, made)
-        return tuple(made)
-
-    def _base(self, var: Any) -> Any:
-        """Return the value that another one has the elements of."""
-        maker = self._uses.maker(var)
-        while maker is not None and maker.primitive.name in ("reshape", "convert_element_type"):
-            if maker.primitive.name == "convert_element_type" and not _is_wide(maker):
-                break
-            var, maker = maker.invars[0], self._uses.maker(maker.invars[0])
-        return var
-
-    def _counting(self, eqn: Any, dims: dict[Any, int | None]) -> LocalEquation:
-        """An equation of a count, on a device's own tokens."""
-        given = [None if compat.is_literal(v) else dims.get(v) for v in eqn.invars]
-        if eqn.primitive.name == "scatter-add":
-            operand, _, updates = eqn.invars
-            start, dim = self.known.of(operand), given[1]
-            if start is None or start.any() or dim is None or given[2] is not None:
-                raise NotLocalError("sizes of groups do not count what is sorted")
-            if not self._is_alike(updates, dim):
-                raise NotLocalError("sizes of groups are weighted")
-            return _local(eqn, (None, dim, dim), ("add",))
-        made = follow(eqn, given, self._split) if any(d is not None for d in given) else None
-        if made is None or len(eqn.outvars) != 1:
-            raise NotLocalError(f"{eqn.primitive.name} computes sizes of groups")
-        for var, dim, own in zip(eqn.invars, made.operands, given, strict=True):
-            if dim is not None and own is None and not self._is_alike(var, dim):
-                raise NotLocalError("sizes of groups depend on positions")
-        (how,) = made.results
-        how = how if isinstance(how, str) else Tokens(how, False)
-        return _local(eqn, made.operands, (how,), made.params)
-
-    def _check_counts(self, sizes: Any, base: Any, made: Sequence[LocalEquation]) -> None:
-        """Check that sizes count each expert's tokens: by running the equations on random ones.
-
-        Each token adds what its expert alone decides, so that sizes are a matrix times the true
-        ones; a matrix that gives back some random lists of sizes is that of counting.
-
-        Raises:
-            NotLocalError: if they do not; or if an expert may be negative, and is not counted as
-                the first: then its tokens come first, and the groups begin behind them.
-        """
-        experts, rng = sizes.aval.shape[0], np.random.default_rng(0)
-        count = self._count // self._shards
-        shape = (base.aval.shape[0] // self._shards, *base.aval.shape[1:])
-
-        def counts(of: np.ndarray) -> np.ndarray:
-            with jax.ensure_compile_time_eval():
-                given = jnp.asarray(of.reshape(shape), base.aval.dtype)
-                values = {base: given, self._key: given.reshape(-1).astype(self._key.aval.dtype)}
-                run(made, values, self.known, self._shards)
-                return np.asarray(values[sizes])
-
-        for _ in range(_TRIES):
-            of = rng.choice(experts, count, p=rng.dirichlet(np.ones(experts)))
-            if not (counts(of) == np.bincount(of, minlength=experts)).all():
-                raise NotLocalError("sizes of groups do not count what is sorted")
-        if not self._is_expert(base) and counts(np.full(count, -1))[0] != count:
-            raise NotLocalError("the numbers of experts may be negative")
-
-    def _is_expert(self, var: Any) -> bool:
-        """Return whether a value is never negative: the number of a largest element."""
-        maker = self._uses.maker(var)
-        while maker is not None and maker.primitive.name in (
-            "reshape",
-            "convert_element_type",
-            "copy",
-        ):
-            var, maker = maker.invars[0], self._uses.maker(maker.invars[0])
-        if maker is None:
-            return False
-        name = maker.primitive.name
-        return name in ("argmax", "argmin") or (name == "top_k" and var is maker.outvars[1])
-
-
-def run(
-    equations: Sequence[LocalEquation], values: dict[Any, Any], known: KnownValues, shards: int
-) -> None:
-    """Run equations on a device's own tokens.
-
-    Args:
-        equations: the equations.
-        values: what the device has of each value that they read; gets what they make.
-        known: the values that are made where they are read.
-        shards: among how many devices the tokens are divided.
-    """
-    for one in equations:
-        eqn, own = one.eqn, dict(values)
-        run(one.sizes, own, known, shards)
-        operands = [
-            made_here(v, dim, known, shards) if compat.is_literal(v) or v not in own else own[v]
-            for v, dim in zip(eqn.invars, one.operands, strict=True)
-        ]
-        if eqn.primitive.name == "sharding_constraint":  # of sorted tokens: XLA chooses
-            made = operands
-        else:
-            made = compat.evaluate_eqn(eqn, operands)
-        values.update(zip(eqn.outvars, made, strict=True))
-
-
-def made_here(atom: Any, dim: int | None, known: KnownValues, shards: int) -> Any:
-    """Return a device's part of a known operand."""
-    table, shape = known.of(atom), list(atom.aval.shape)
-    assert table is not None
-    if dim is not None:
-        shape[dim] //= shards
-    if table.size == 1:
-        return jnp.full(shape, table.reshape(())[()], atom.aval.dtype)
-    form = position_form(table.reshape(-1))
-    assert form is not None
-    slots, first = form
-    along = next(d for d, size in enumerate(table.shape) if size > 1)
-    return jax.lax.broadcasted_iota(atom.aval.dtype, shape, along) // slots + first
-
-
-def is_made_here(table: np.ndarray | None) -> bool:
-    """Return whether a known value is made where it is read: a constant, or positions."""
-    if table is None or sum(size > 1 for size in table.shape) > 1:
-        return False
-    return table.size == 1 or position_form(table.reshape(-1)) is not None
-
-
-def position_form(table: np.ndarray) -> tuple[int, int] | None:
-    """Return a and b of positions `p // a + b`; None for another function of positions p."""
-    if not np.issubdtype(table.dtype, np.integer):
-        return None
-    first = int(table[0])
-    slots = int(np.argmax(table != first)) or len(table)
-    fits = (table == np.arange(len(table)) // slots + first).all()
-    return (slots, first) if fits else None
-
-
-def _local(
-    eqn: Any,
-    operands: Sequence[int | None],
-    results: Sequence[Tokens | str],
-    params: Any = (),
-) -> LocalEquation:
-    """Return an equation as a device runs it.
-
-    Raises:
-        NotLocalError: if nothing combines the devices' results.
-    """
-    if any(isinstance(how, str) and how not in _COMBINED for how in results):
-        raise NotLocalError(f"nothing combines the parts of {eqn.primitive.name}")
-    own = eqn.replace(params={**eqn.params, **dict(params)})
-    return LocalEquation(own, tuple(operands), tuple(results))
 
 
 def _only(indexed: Sequence[int], gone: Sequence[int], indices: Any) -> int:
@@ -550,10 +325,3 @@ def _only(indexed: Sequence[int], gone: Sequence[int], indices: Any) -> int:
     if len(indexed) != 1 or tuple(gone) != tuple(indexed) or indices.aval.shape[-1] != 1:
         raise NotLocalError("positions are those of several dims")
     return indexed[0]
-
-
-def _is_wide(eqn: Any) -> bool:
-    """Return whether a conversion of integers loses none."""
-    before, after = eqn.invars[0].aval.dtype, eqn.outvars[0].aval.dtype
-    kinds = (jnp.issubdtype(dtype, jnp.integer) for dtype in (before, after))
-    return all(kinds) and math.log2(jnp.iinfo(after).max) >= math.log2(jnp.iinfo(before).max)

@@ -28,16 +28,14 @@ from jaxoverlap.passes.analysis.mesh import explicit_axes, is_cpu
 from jaxoverlap.passes.edited import EditedStep, check_named, misfit
 from jaxoverlap.passes.keep.opened import opened
 from jaxoverlap.passes.layouts.layout import weights_of
-from jaxoverlap.passes.layouts.sorted_values import (
+from jaxoverlap.passes.layouts.local_equations import (
     LocalEquation,
     NotLocalError,
-    SortedValues,
     Tokens,
     is_made_here,
 )
-from jaxoverlap.passes.layouts.sorted_values import (
-    run as run_local,
-)
+from jaxoverlap.passes.layouts.local_equations import run as run_local
+from jaxoverlap.passes.layouts.sorted_values import SortedValues
 from jaxoverlap.passes.planning.entries import line_of
 from jaxoverlap.plan.edits import SortPerShard
 
@@ -150,6 +148,13 @@ class _Emitted:
         self._run: list[int] = []
         self._of: SortedValues | None = None
         self._how: dict[Any, Tokens | str] = {}  # of results of the run
+        self._counted = {
+            v
+            for one in found
+            for local in one.local.values()
+            for size in local.sizes
+            for v, _ in _reads(size)
+        }
         by_position = {position: one for one in found for position in one.local}
         for position, eqn in enumerate(body.eqns):
             one = by_position.get(position)
@@ -193,7 +198,7 @@ class _Emitted:
             and v not in (made_of_sizes if each is not local or local.sizes else ())
             and not is_made_here(one.known.of(v))
         )
-        results = [v for v in own if not {*self._uses.readers(v)} <= inside]
+        results = [v for v in own if v in self._counted or not {*self._uses.readers(v)} <= inside]
         hows = [self._how[v] for v in results]
 
         def compute(*operands: Any) -> list[Any]:
