@@ -53,7 +53,8 @@ def fitted(
     prices = _prices([*sample, *hard], found, nodes, costs)
     fallback = np.array([_price(x, last, nodes, costs) for x in (*sample, *hard)])
     chosen = [found[i] for i in _greedy(prices, fallback, weights, most - 1)]
-    return tuple(_counted(b, sample, nodes, costs) for b in (*chosen, last))
+    counted = [_counted(b, sample, nodes, costs, room=2) for b in chosen]
+    return *counted, _counted(last, sample, nodes, costs, room=4)
 
 
 def split_all(nodes: Nodes, costs: AttentionCosts, *, capacity: int) -> Bounds:
@@ -165,20 +166,20 @@ def _greedy(prices: Floats, fallback: Floats, weights: Floats, most: int) -> lis
 
 
 def _counted(
-    bounds: Bounds, sample: list[np.ndarray], nodes: Nodes, costs: AttentionCosts
+    bounds: Bounds, sample: list[np.ndarray], nodes: Nodes, costs: AttentionCosts, *, room: int
 ) -> Bounds:
-    """Return a program with room for twice the sequences of a group that the sample needs."""
+    """Return a program with room for so many times the sequences of a group in the sample."""
     most = ringed = 1
     for lengths in sample:
         packing = packed(lengths, nodes, costs, bounds, thorough=False)
         if packing and packing.fits():
-            own, of_ring = _most_sequences(packing)
-            most, ringed = max(most, own), max(ringed, of_ring)
-    room = max(_FEWEST_RINGED, 2 << (ringed - 1).bit_length())
+            found = _most_sequences(packing)
+            most, ringed = max(most, found[0]), max(ringed, found[1])
+    of_ring = max(_FEWEST_RINGED, room << (ringed - 1).bit_length())
     return replace(
         bounds,
-        sequences=max(_FEWEST, 2 << (most - 1).bit_length()),
-        ringed=room if bounds.ringed and room <= _MOST_RINGED else 0,
+        sequences=max(_FEWEST, room << (most - 1).bit_length()),
+        ringed=of_ring if bounds.ringed and of_ring <= _MOST_RINGED else 0,
     )
 
 
