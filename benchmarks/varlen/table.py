@@ -75,8 +75,12 @@ def setup_of(name: str, count: int, tokens: int, model: dict[str, Any] | None = 
 
 
 def flash_costs(cluster: Cluster | str, **sizes: Any) -> AttentionCosts:
-    """Return the others' prices: a fused kernel on any chip, for a ring's blocks too."""
-    return replace(attention_costs(cluster, fused=True, **sizes), ring_times=1.0, trip_s=0.0)
+    """Return the others' prices: a fused kernel on any chip, for a ring's blocks too.
+
+    Their merges are not counted, and no sums go home exposed.
+    """
+    costs = attention_costs(cluster, fused=True, **sizes)
+    return replace(costs, ring_times=1.0, fused_rings=False, trip_s=0.0)
 
 
 def with_programs(setup: Setup, sample: list[np.ndarray]) -> Setup:

@@ -108,6 +108,91 @@ def packed_causal(
     )  # fmt: skip
 
 
+class PackedRuns(NamedTuple):
+    """Which runs of slots attend to which, for cuDNN's kernel of packed sequences.
+
+    Run i of the queries attends to run i of the keys. One without queries or keys has lengths 0.
+
+    Attributes:
+        query_lengths, key_lengths: i32[most], slots of each run; most is two or more.
+        query_starts, key_starts: i32[most], the first slot of each.
+    """
+
+    query_lengths: Array
+    key_lengths: Array
+    query_starts: Array
+    key_starts: Array
+
+    def operands(self, q: Array, k: Array) -> tuple[Array, Array, Array, Array]:
+        """Return lengths and offsets as the kernel reads them: offsets count elements."""
+
+        def offsets(starts: Array, x: Array) -> Array:
+            return (jnp.append(starts, x.shape[1]) * (x.shape[2] * x.shape[3]))[None]
+
+        lengths = self.query_lengths[None], self.key_lengths[None]
+        return *lengths, offsets(self.query_starts, q), offsets(self.key_starts, k)
+
+
+def packed_forward(
+    q: Array, k: Array, v: Array, runs: PackedRuns, *, causal: bool, scale: float
+) -> tuple[Array, Array]:
+    """Attend from runs of queries to runs of keys by cuDNN's kernel. Hopper or later.
+
+    Call it where no axis is left to XLA's partitioner. `jax.nn.dot_product_attention` has no
+    argument for runs, and JAX's own function for them spends scatters on lengths with gaps, so its
+    primitive is called.
+
+    Args:
+        q: f16 or bf16[1, queries, heads, head].
+        k, v: [1, keys, kv heads, head].
+        runs: which slots attend to which; other slots of the results have no meaning.
+        causal: whether query i of a run sees no keys after key i of it.
+        scale: the factor of scores.
+
+    Returns:
+        The output, like q, and the natural log of the softmax's sums, f32[most, heads, queries]: of
+        query i of run r it is at [r, :, i], as XLA describes it to cuDNN
+        (xla/stream_executor/cuda/cuda_dnn.cc: dense, without offsets).
+    """
+    (bias, *_, page_k, page_v), settings = _packed_settings(q, causal, scale)
+    out, log_sums = cudnn._dot_product_attention_fwd_p.bind(
+        q, k, v, bias, *runs.operands(q, k), page_k, page_v, **settings, is_training=True
+    )
+    return out, log_sums
+
+
+def packed_backward(
+    q: Array,
+    k: Array,
+    v: Array,
+    out: Array,
+    log_sums: Array,
+    to_out: Array,
+    runs: PackedRuns,
+    *,
+    causal: bool,
+    scale: float,
+) -> tuple[Array, Array, Array]:
+    """Compute the gradients' parts of runs of queries and keys; arguments as of `packed_forward`.
+
+    `out` and `log_sums` are those of all keys that the queries attend to anywhere.
+    """
+    (bias, *_, page_k, page_v), settings = _packed_settings(q, causal, scale)
+    to_q, to_k, to_v = cudnn._dot_product_attention_bwd_p.bind(
+        q, k, v, bias, *runs.operands(q, k), page_k, page_v, log_sums, out, to_out, **settings
+    )
+    return to_q, to_k, to_v
+
+
+def _packed_settings(q: Array, causal: bool, scale: float) -> tuple[list[Array], dict[str, Any]]:
+    missing, settings = _settings(q, causal, scale)
+    mask = cudnn.MaskType.PADDING_CAUSAL if causal else cudnn.MaskType.PADDING
+    if "score_mod" in settings:
+        del settings["score_mod"]
+        settings |= dict(score_mod_name=None, score_mod_jaxpr=None)
+    return missing, settings | dict(mask_type=mask)
+
+
 def refusal(q: Any, k: Any, v: Any) -> str | None:
     """Return why cuDNN's attention does not take these arrays or shapes; None if it takes them.
 

@@ -145,15 +145,17 @@ def widths_of(pieces: Pieces, nodes: Nodes, bounds: Bounds) -> dict[int, int]:
 def slots_of(pieces: Pieces, nodes: Nodes, bounds: Bounds) -> np.ndarray:
     """Return the token of each slot in attention: i[devices, slots, 2] of sequence and position.
 
-    Slots without one have sequence -1, and their own number as position.
+    Slots without one have sequence -1, and their own number as position. The slots of a ring are in
+    two halves, or, for the fused kernel, sequence by sequence.
     """
     first = np.zeros(len(pieces.size), int)
+    half = pieces.late * (bounds.ringed == 0)
     for g, width in bounds.widths:
         on = pieces.size == g
-        first[on] = bounds.first(g) + pieces.late[on] * (width // 2)
-    order = np.lexsort((pieces.sequence, pieces.late, pieces.size, pieces.device))
+        first[on] = bounds.first(g) + half[on] * (width // 2)
+    order = np.lexsort((pieces.late, pieces.sequence, half, pieces.size, pieces.device))
     length = pieces.length[order]
-    key = np.stack([pieces.device, pieces.size, pieces.late])[:, order]
+    key = np.stack([pieces.device, pieces.size, half])[:, order]
     begins = np.append(True, (key[:, 1:] != key[:, :-1]).any(axis=0)) if length.size else []
     before = np.cumsum(length) - length
     within = before - np.repeat(

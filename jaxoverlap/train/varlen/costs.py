@@ -6,7 +6,7 @@ inside a node and between nodes; and what routing over all rails makes of the la
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -23,6 +23,7 @@ Floats = NDArray[np.float64]
 # FlashAttention-2 (arXiv 2307.08691, section 4.1): five matmuls backward for two forward.
 BACKWARD_COMPUTE = 2.5
 _LARGE = 16384  # tokens of a kernel that fills any chip
+_MERGED_BYTES = 10  # of an output's number: in float32 read and written, and a block's in 16 bits
 _TRIP_S = 10e-6  # seconds of one trip of a loop that the host decides on; an assumption
 HOPPER = (9, 0)  # compute capability from which cuDNN packs sequences
 WHOLE_TILE = 512  # queries and keys of a tile of matmuls (`blocks.py`), which is skipped if empty
@@ -63,8 +64,10 @@ class AttentionCosts:
             values, and the sums of their gradients in float32.
         tile: queries and keys of a kernel's tile, which is computed in full; (1, 1) has no tiles.
         kv_heads: of the attention. Groups of so many devices as divide them can exchange heads.
-        ring_times: how many times as long a pair takes in a ring, whose blocks are matmuls under a
+        ring_times: how many times as long a pair takes in a ring whose blocks are matmuls under a
             mask, as in the kernel for unsharded sequences.
+        fused_rings: whether a ring's blocks are that kernel.
+        merge_s: seconds in which one such block of a token is merged with those before, forward.
         trip_s: seconds that a loop or a branch takes whose next step the host decides on.
         exchanged: sizes of groups that exchange heads by all-to-alls, where others pass keys round
             a ring. A `Planner` says which.
@@ -83,6 +86,8 @@ class AttentionCosts:
     tile: tuple[int, int] = (1, 1)
     kv_heads: int = 1
     ring_times: float = 1.0
+    fused_rings: bool = False
+    merge_s: float = 0.0
     trip_s: float = 0.0
     exchanged: tuple[int, ...] = ()
 
@@ -129,7 +134,8 @@ class AttentionCosts:
         own, chunk = s / devices, s / (2 * devices)
         tall, wide = self.block_pairs(own, chunk), self.block_pairs(chunk, own)
         rounds = (devices - 1) * np.maximum(tall, wide)
-        return self.ring_times * self.pairs_s(self.triangle_pairs(own) + rounds, chunk)
+        times = 1.0 if self.fused_rings else self.ring_times
+        return times * self.pairs_s(self.triangle_pairs(own) + rounds, chunk)
 
     def dense_ring_s(self, width: int, devices: int) -> float:
         """Return the forward seconds of a ring's blocks on a device with so many static slots.
@@ -184,6 +190,7 @@ def attention_costs(
     mlp: int = 0,
     matrices: int = 2,
     rails: int | None = None,
+    tensor: int = 1,
     dtype: str = "bf16",
     fused: bool | None = None,
 ) -> AttentionCosts:
@@ -196,21 +203,27 @@ def attention_costs(
         mlp: inner width of the layer's MLP; 0: no MLP is counted.
         matrices: weights of the MLP: 2, or 3 if it is gated.
         rails: network interfaces of a node; none: one a GPU.
+        tensor: neighbours of a node that share the heads of each layer, and its weights (Megatron's
+            tensor parallelism); plan for nodes of so many times fewer devices.
         dtype: of activations, as HLO writes it.
         fused: whether a fused kernel attends to unsharded sequences; none: where the engine has
             one (`fused.py`: Hopper and later, 16 bits).
 
     Raises:
-        ValueError: as `cost_model`, for a dtype that was not measured, or a size that is no integer
-            of 1 or more.
+        ValueError: as `cost_model`, for a dtype that was not measured, a size that is no integer of
+            1 or more, or a `tensor` that does not divide the kv heads and the GPUs of a host.
     """
     model = cluster if isinstance(cluster, CostModel) else cost_model(cluster)
     kv_heads = heads if kv_heads is None else kv_heads
     hidden = heads * head_size if hidden is None else hidden
     rails = model.cluster.gpus_per_host if rails is None else rails
     sizes = {"heads": heads, "head_size": head_size, "kv_heads": kv_heads, "hidden": hidden}
-    for name, size in {**sizes, "rails": rails, "matrices": matrices}.items():
+    for name, size in {**sizes, "rails": rails, "matrices": matrices, "tensor": tensor}.items():
         whole(name, size, 1)
+    gpus = model.cluster.gpus_per_host
+    if kv_heads % tensor or gpus % tensor:
+        raise ValueError(f"tensor={tensor}: expected a divisor of {kv_heads} kv heads, {gpus} GPUs")
+    heads, kv_heads, mlp = heads // tensor, kv_heads // tensor, mlp // tensor
     itemsize = 4 if dtype == "f32" else 2
     matmuls = _matmul_kernel(model, heads, head_size, dtype)
     takes = model.cluster.chip.compute_capability >= HOPPER and dtype in ("bf16", "f16")
@@ -223,6 +236,9 @@ def attention_costs(
     linear_s += model.matmul_s(tokens, hidden, heads * head_size, dtype=dtype)
     if mlp:
         linear_s += matrices * model.matmul_s(tokens, mlp, hidden, dtype=dtype)
+    linear_s *= _TRAINING
+    if tensor > 1:  # two all-reduces forward and two backward (Megatron, arXiv 1909.08053)
+        linear_s += 4 * model.collective_s("all-reduce", tokens * hidden * itemsize, Group(tensor))
     several = model.cluster.num_hosts > 1
     # Inside a process a permute is a copy between GPUs (flags/required.py).
     intra = _hop(model, Group(2, by_copy=model.cluster.gpus_per_process > 1))
@@ -232,14 +248,16 @@ def attention_costs(
         launch_s=launch_s,
         token_bytes=2.0 * kv_heads * head_size * itemsize,
         remap_bytes=(2.0 * heads + 2 * kv_heads) * head_size * itemsize,
-        linear_s=_TRAINING * linear_s / tokens,
+        linear_s=linear_s / tokens,
         intra=intra,
-        network=_hop(model, Group(2, 2)) if several else intra,
-        rails=rails,
+        network=_shared(_hop(model, Group(2, 2)), rails, tensor) if several else intra,
+        rails=max(1, rails // tensor),
         backward_bytes=1 + 4 / itemsize,
         tile=tile,
         kv_heads=kv_heads,
         ring_times=matmuls[1][-1] / pair_s[-1],
+        fused_rings=fuses,
+        merge_s=model.memory_s(tokens * _MERGED_BYTES * heads * head_size) / tokens,
         trip_s=_trip_s(model),
     )
 
@@ -283,6 +301,11 @@ def _matmul_kernel(model: CostModel, heads: int, head_size: int, dtype: str) -> 
 def _trip_s(model: CostModel) -> float:
     """Return the seconds in which a GPU's host learns whether a loop goes on."""
     return 0.0 if model.on_cpus else _TRIP_S
+
+
+def _shared(network: Hop, rails: int, tensor: int) -> Hop:
+    """Return a hop over the rail that each of `tensor` devices has, of a node's rails."""
+    return replace(network, bytes_per_s=network.bytes_per_s * min(1.0, rails / tensor))
 
 
 def _hop(model: CostModel, group: Group) -> Hop:

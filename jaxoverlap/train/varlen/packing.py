@@ -15,7 +15,7 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 
 from jaxoverlap.train.varlen.costs import BACKWARD_COMPUTE, AttentionCosts, Floats
-from jaxoverlap.train.varlen.rings import Bounds, Nodes, beside_s, static_s
+from jaxoverlap.train.varlen.rings import Bounds, Nodes, beside_s, costs_in, hidden_s, static_s
 from jaxoverlap.train.varlen.sharing import (
     Prices,
     Room,
@@ -111,7 +111,8 @@ class Packing(SequenceSharing):
 
         Any assignment is allowed. Linear layers do not count, as all devices have equal ones.
         """
-        return super().device_seconds() + _PENALTY * self.costs.linear_s * self.over()
+        hidden = hidden_s(self.ring_seconds(0), self.bounds, self.nodes, self.costs)
+        return super().device_seconds() - hidden + _PENALTY * self.costs.linear_s * self.over()
 
     def over(self) -> Floats:
         """Return the tokens of each device that have no room there."""
@@ -188,7 +189,7 @@ def packed(
     """
     if lengths.sum() > bounds.tokens * nodes.total:
         return None
-    costs = replace(costs, exchanged=bounds.exchanged)
+    costs = costs_in(bounds, costs)
     price = packing_prices(lengths, nodes, costs)
     limits = np.array([bounds.width(size) for size in nodes.ring_sizes])
     least_s = bound_s(price, nodes)

@@ -14,7 +14,7 @@ from rich.table import Table
 from jaxoverlap.train.varlen.arrays import Pieces, PlanArrays, layouts, pieces_of, slots_of
 from jaxoverlap.train.varlen.costs import AttentionCosts, Floats
 from jaxoverlap.train.varlen.remap import even_tokens
-from jaxoverlap.train.varlen.rings import Bounds, Nodes, beside_s
+from jaxoverlap.train.varlen.rings import Bounds, Nodes, beside_s, hidden_s
 
 _COLOURS = {"inter-node": "#c44e52", "intra-node": "#dd8452", "local": "#4c72b0"}
 _LINEAR = "#b0b0b0"
@@ -50,7 +50,9 @@ class BatchPlan:
     @property
     def device_seconds(self) -> Floats:
         """Return each device's seconds of one layer's attention, forward and backward."""
-        return sum(self.ring_seconds.values(), np.zeros(self.nodes.total))
+        local = self.ring_seconds.get(1, np.zeros(self.nodes.total))
+        total = sum(self.ring_seconds.values(), np.zeros(self.nodes.total))
+        return total - hidden_s(local, self.bounds, self.nodes, self.costs)
 
     @property
     def seconds(self) -> float:

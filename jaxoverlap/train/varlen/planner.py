@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import replace
 
 import numpy as np
 from numpy.typing import ArrayLike
@@ -14,9 +13,9 @@ from jaxoverlap.train.varlen.arrays import pieces_of, widths_of
 from jaxoverlap.train.varlen.costs import AttentionCosts
 from jaxoverlap.train.varlen.packing import Packing, packed
 from jaxoverlap.train.varlen.plan import BatchPlan
-from jaxoverlap.train.varlen.programs import fitted, sequences_of
+from jaxoverlap.train.varlen.programs import fitted, has_kernels
 from jaxoverlap.train.varlen.remap import even_tokens, token_costs, transport
-from jaxoverlap.train.varlen.rings import Bounds, Nodes
+from jaxoverlap.train.varlen.rings import Bounds, Nodes, costs_in
 from jaxoverlap.train.varlen.sharing import Infeasible
 
 _TRIED = 3  # programs, the cheapest at first sight, for which sequences are moved while that helps
@@ -122,7 +121,7 @@ class Planner:
 
     def _packed(self, lengths: np.ndarray, bounds: Bounds, *, thorough: bool) -> Packing | None:
         packing = packed(lengths, self.nodes, self.costs, bounds, thorough=thorough)
-        return packing if packing and sequences_of(packing) <= bounds.sequences else None
+        return packing if packing and has_kernels(packing) else None
 
     def _check_room(self, lengths: np.ndarray) -> None:
         """Raise if sequences split evenly over all devices need more slots than there are."""
@@ -151,9 +150,12 @@ class Planner:
     def _plan_of(self, packing: Packing) -> BatchPlan | None:
         """Return a plan; None where the program has no room for it.
 
-        Packing counts fractions of tokens, and rounded up they may need a slot more; and more
-        tokens may have to move for the linear layers than the program can send.
+        Packing counts fractions of tokens, and rounded up they may need a slot more; more tokens
+        may have to move for the linear layers than the program can send; and a group may have more
+        sequences than its kernel was compiled for.
         """
+        if not has_kernels(packing):
+            return None
         bounds, lengths, sizes = packing.bounds, packing.lengths, self.nodes.ring_sizes
         size, total = np.array(sizes)[packing.size], self.nodes.total
         pieces = pieces_of(lengths, size, packing.ring, self.nodes, bounds)
@@ -165,7 +167,7 @@ class Planner:
         if not wide or tokens.max() > bounds.tokens or flow.max() > bounds.sent:
             return None
         seconds = {g: np.repeat(packing.ring_seconds(i), g) for i, g in enumerate(sizes)}
-        costs = replace(self.costs, exchanged=bounds.exchanged)
+        costs = costs_in(bounds, self.costs)
         return BatchPlan(lengths, size, packing.ring, seconds, flow, self.nodes, costs, bounds)
 
     def _flow(self, held: np.ndarray, bounds: Bounds) -> np.ndarray:

@@ -18,17 +18,19 @@ import numpy as np
 
 from jaxoverlap.train.varlen.costs import BACKWARD_COMPUTE, AttentionCosts, Floats
 from jaxoverlap.train.varlen.packing import Packing, packed
-from jaxoverlap.train.varlen.rings import Bounds, Nodes, beside_s, bounds_of, exchanges
+from jaxoverlap.train.varlen.rings import PARTS, Bounds, Nodes, beside_s, bounds_of, exchanges
 
 _MIDDLE = (0.0, 0.25, 0.5, 1.0)  # of a device's tokens: slots of groups inside a node
 _TOP = (0.0, 0.0625, 0.25, 0.5, 1.0)  # of groups that join nodes
-_SLACKS = (1.01, 1.05)  # linear layers' rows over an even share of the tokens
-_FINE = 128  # steps of the capacity to which slots are rounded up
+_SLACKS = (1.003, 1.05)  # linear layers' rows over an even share of the tokens
+_FINE = 384  # steps of the capacity to which slots are rounded up
 _WORTH = 1.35  # a candidate whose least price is so many times the best is not packed
 # Long sequences are rare, so a sample has few. These shares of a batch as one sequence are added.
 _LONG, _LONG_WEIGHT = (1 / 16, 1 / 8, 1 / 4, 1 / 2, 7 / 8), 0.05
 _BATCHES, _SEQUENCES = 16, 2000  # of a sample that are packed, at most
 _FEWEST = 32  # sequences of one group that a fused kernel is compiled for, at least
+# The same of a ring. Its kernels' log of sums has a row for each, of all of a device's slots.
+_FEWEST_RINGED, _MOST_RINGED = 8, 128
 
 
 def fitted(
@@ -51,14 +53,21 @@ def fitted(
     prices = _prices([*sample, *hard], found, nodes, costs)
     fallback = np.array([_price(x, last, nodes, costs) for x in (*sample, *hard)])
     chosen = [found[i] for i in _greedy(prices, fallback, weights, most - 1)]
-    return tuple(_counted(b, sample, nodes, costs) for b in (*chosen, last))
+    counted = [_counted(b, sample, nodes, costs, room=2) for b in chosen]
+    return *counted, _counted(last, sample, nodes, costs, room=4)
 
 
 def split_all(nodes: Nodes, costs: AttentionCosts, *, capacity: int) -> Bounds:
     """Return the program that splits every sequence over all devices."""
     size = nodes.ring_sizes[-1]
     able = size > 1 and costs.kv_heads % size == 0
-    return bounds_of({size: capacity}, capacity, 0, exchanged=(size,) if able else ())
+    even = (size,) if able else ()
+    return bounds_of({size: capacity}, capacity, 0, exchanged=even, ringed=_ringed(costs))
+
+
+def _ringed(costs: AttentionCosts) -> int:
+    """Return the sequences of a ring for which kernels are compiled, until they are counted."""
+    return _MOST_RINGED if costs.fused_rings else 0
 
 
 def _thinned(batches: Sequence[np.ndarray]) -> list[np.ndarray]:
@@ -89,8 +98,12 @@ def _candidates(share: int, nodes: Nodes, costs: AttentionCosts, capacity: int) 
     middles = (able[-1:] or []) + [g for g in inside if g not in able]
     across = [g for g in nodes.ring_sizes if nodes.crosses(g)]
     seen = set()
-    for slack, (g, x), (top, z), part in itertools.product(
-        _SLACKS, _shares(middles, _MIDDLE), _shares(across, _TOP), ((0,) if able else (0, 4))
+    for slack, (g, x), (top, z), part, parts in itertools.product(
+        _SLACKS,
+        _shares(middles, _MIDDLE),
+        _shares(across, _TOP),
+        ((0,) if able else (0, 4)),
+        (1, PARTS) if able else (PARTS,),
     ):
         tokens = min(_up(share * (slack if not part else 1.0), step), capacity)
         sent = 1 << (max(1, share // (nodes.total * part)) - 1).bit_length() if part else 0
@@ -101,7 +114,8 @@ def _candidates(share: int, nodes: Nodes, costs: AttentionCosts, capacity: int) 
         if not tokens <= sum(widths.values()) <= capacity:
             continue
         even = [size for size, w in widths.items() if size > 1 and exchanges(size, w, nodes, costs)]
-        made = bounds_of(widths, tokens, sent, exchanged=even)
+        ringed = _ringed(costs) if {1, *even} < set(widths) else 0
+        made = bounds_of(widths, tokens, sent, exchanged=even, ringed=ringed, parts=parts)
         if made not in seen:
             seen.add(made)
             yield made
@@ -152,18 +166,37 @@ def _greedy(prices: Floats, fallback: Floats, weights: Floats, most: int) -> lis
 
 
 def _counted(
-    bounds: Bounds, sample: list[np.ndarray], nodes: Nodes, costs: AttentionCosts
+    bounds: Bounds, sample: list[np.ndarray], nodes: Nodes, costs: AttentionCosts, *, room: int
 ) -> Bounds:
-    """Return a program with room for twice the sequences of a group that the sample needs."""
-    most = 1
+    """Return a program with room for so many times the sequences of a group in the sample."""
+    most = ringed = 1
     for lengths in sample:
         packing = packed(lengths, nodes, costs, bounds, thorough=False)
-        most = max(most, sequences_of(packing) if packing and packing.fits() else 1)
-    return replace(bounds, sequences=max(_FEWEST, 2 << (most - 1).bit_length()))
+        if packing and packing.fits():
+            found = _most_sequences(packing)
+            most, ringed = max(most, found[0]), max(ringed, found[1])
+    of_ring = max(_FEWEST_RINGED, room << (ringed - 1).bit_length())
+    return replace(
+        bounds,
+        sequences=max(_FEWEST, room << (most - 1).bit_length()),
+        ringed=of_ring if bounds.ringed and of_ring <= _MOST_RINGED else 0,
+    )
 
 
-def sequences_of(packing: Packing) -> int:
-    """Return the most sequences of one group among those on one device or with heads exchanged."""
+def _most_sequences(packing: Packing) -> tuple[int, int]:
+    """Return the most sequences of one device or exchanging group, and of one ring."""
     sizes = np.array(packing.nodes.ring_sizes)[packing.size]
-    groups = (packing.ring[sizes == g] for g in (1, *packing.bounds.exchanged))
-    return max((int(np.bincount(ring).max()) for ring in groups if ring.size), default=0)
+    found = [0, 0]
+    for size in packing.nodes.ring_sizes:
+        ring = packing.ring[sizes == size]
+        if ring.size:
+            is_ring = size > 1 and size not in packing.bounds.exchanged
+            found[is_ring] = max(found[is_ring], int(np.bincount(ring).max()))
+    return found[0], found[1]
+
+
+def has_kernels(packing: Packing) -> bool:
+    """Return whether no group has more sequences than its kernel is compiled for, if it has one."""
+    limits = packing.bounds.sequences, packing.bounds.ringed
+    pairs = zip(_most_sequences(packing), limits, strict=True)
+    return all(not limit or most <= limit for most, limit in pairs)

@@ -20,7 +20,7 @@ from jaxoverlap.train.varlen.costs import (
     Floats,
 )
 
-_PARTS = 4  # of an exchange of heads, at most: each has a latency
+PARTS = 4  # of an exchange of heads, at most: each has a latency
 
 
 @dataclass(frozen=True)
@@ -83,8 +83,9 @@ def ring_s(
     """Return the seconds, forward and backward, of one layer's rings of one size.
 
     The own block is first; then a round takes as long as its blocks or its hop, whichever is
-    longer. Backward, blocks take 2.5 times as long and hops move
-    `costs.backward_bytes` as much.
+    longer. Backward, blocks take 2.5 times as long and hops move `costs.backward_bytes` as much.
+    The fused kernel's blocks are merged, and as it has all gradients at its end, the last sums of
+    keys' and values' gradients go home under nothing.
 
     Groups that exchange heads have two all-to-alls forward, of queries, keys and values, and of
     results, and two of their gradients backward; nothing hides them.
@@ -107,12 +108,21 @@ def ring_s(
         return (1 + BACKWARD_COMPUTE) * compute + 2 * rounds
     total = 2 * rounds
     for work, moved in ((1.0, 1.0), (BACKWARD_COMPUTE, costs.backward_bytes)):
-        hop_s = costs.intra.seconds(held * costs.token_bytes * moved)
-        if nodes.crosses(size):
-            hop_s = np.maximum(hop_s, costs.crossing_s(held * costs.token_bytes * moved))
-        block_s = work * compute / size
+        hop_s = _hop_s(held * costs.token_bytes * moved, size, nodes, costs)
+        block_s = work * (compute / size + held * costs.merge_s * costs.fused_rings)
         total = total + block_s + (size - 1) * np.maximum(block_s, hop_s)
+    if costs.fused_rings:
+        sums = held * costs.token_bytes * (costs.backward_bytes - 1)
+        total = total + _hop_s(sums, size, nodes, costs)
     return total
+
+
+def _hop_s(num_bytes: Floats, size: int, nodes: Nodes, costs: AttentionCosts) -> Floats:
+    """Return the seconds of the slowest of a ring's hops of so many bytes."""
+    inside_s = costs.intra.seconds(num_bytes)
+    if not nodes.crosses(size):
+        return inside_s
+    return np.maximum(inside_s, costs.crossing_s(num_bytes))
 
 
 def static_s(
@@ -127,7 +137,7 @@ def static_s(
 
     Attention of unsharded sequences skips empty slots, so its time is the batch's. An exchange of
     heads moves as many parts of the static slots as the fullest group needs. Rings that no sequence
-    is on are skipped; else hops carry all static slots, and all blocks are computed.
+    is on are skipped; else hops carry all static slots, and matmuls compute all blocks of them.
 
     Args:
         compute_s: forward seconds of each group's sequences on a device.
@@ -137,19 +147,53 @@ def static_s(
         nodes, costs: where, and at which prices.
     """
     compute, most = np.asarray(compute_s, float), float(np.asarray(tokens, float).max())
-    if not bounds.width(size) or (size > 1 and not most):
+    if not bounds.width(size) or (size > 1 and not most and not _always(size, bounds)):
         return np.zeros_like(compute)
     if size == 1:
         return ring_s(compute, np.ones_like(compute), size, nodes, costs)
     if size not in bounds.exchanged:
         priced, width = replace(costs, exchanged=()), bounds.width(size)
-        compute = np.full_like(compute, costs.dense_ring_s(width, size))
+        if not costs.fused_rings:
+            compute = np.full_like(compute, costs.dense_ring_s(width, size))
         return 2 * costs.trip_s + ring_s(compute, np.full_like(compute, width), size, nodes, priced)
+    if _always(size, bounds):
+        moved_s = sum(exchanged_s(size, bounds, nodes, costs))
+        return (1 + BACKWARD_COMPUTE) * compute + 2 * (moved_s + costs.launch_s)
     part = bounds.part(size)
     moved = np.array([part * costs.remap_bytes, 0.0])  # two exchanges, each with a latency
     inside = min(size, nodes.devices)
     part_s = costs.exchange_s(moved, size // inside, inside).sum() + 2 * costs.trip_s
     return (1 + BACKWARD_COMPUTE) * compute + 2 * (-(-most // part) * part_s + costs.launch_s)
+
+
+def _always(size: int, bounds: Bounds) -> bool:
+    """Return whether groups of a size exchange all their slots at once, whoever has tokens."""
+    return size in bounds.exchanged and bounds.part(size) == bounds.width(size)
+
+
+def exchanged_s(
+    size: int, bounds: Bounds, nodes: Nodes, costs: AttentionCosts
+) -> tuple[float, float]:
+    """Return the seconds of an exchange in one part: of queries, keys and values; of results."""
+    inside, width = min(size, nodes.devices), bounds.width(size)
+    both = np.array([costs.remap_bytes + costs.token_bytes, costs.remap_bytes - costs.token_bytes])
+    moved_s = costs.exchange_s(width * both / 2, size // inside, inside)
+    return float(moved_s[0]), float(moved_s[1])
+
+
+def hidden_s(local_s: Floats, bounds: Bounds, nodes: Nodes, costs: AttentionCosts) -> Floats:
+    """Return the seconds of exchanges that hide under each device's attention to local sequences.
+
+    Forward those of queries, keys and values; backward those of their gradients.
+
+    Args:
+        local_s: by device, the seconds of that attention, forward and backward.
+        bounds, nodes, costs: of the program.
+    """
+    sizes = [size for size in bounds.exchanged if _always(size, bounds)]
+    moved_s = sum(exchanged_s(size, bounds, nodes, costs)[0] for size in sizes)
+    forward_s = np.asarray(local_s, float) / (1 + BACKWARD_COMPUTE)
+    return np.minimum(forward_s, moved_s) + np.minimum(BACKWARD_COMPUTE * forward_s, moved_s)
 
 
 def beside_s(bounds: Bounds, nodes: Nodes, costs: AttentionCosts) -> float:
@@ -168,7 +212,8 @@ def beside_s(bounds: Bounds, nodes: Nodes, costs: AttentionCosts) -> float:
 def exchanges(size: int, width: int, nodes: Nodes, costs: AttentionCosts) -> bool:
     """Return whether a group exchanges heads faster than it passes keys round a ring.
 
-    Judged by one sequence that fills the group, which hides most of a ring's hops.
+    Judged by one sequence that fills the group, which hides most of a ring's hops, and by all
+    static slots where a ring's blocks are matmuls.
 
     Args:
         size: devices of the group.
@@ -180,7 +225,10 @@ def exchanges(size: int, width: int, nodes: Nodes, costs: AttentionCosts) -> boo
 
     def seconds(exchanged: tuple[int, ...]) -> float:
         priced = replace(costs, exchanged=exchanged)
-        return float(ring_s(priced.causal_s(size * width, size), width, size, nodes, priced))
+        compute = priced.causal_s(size * width, size)
+        if not (exchanged or costs.fused_rings):
+            compute = costs.dense_ring_s(width, size)
+        return float(ring_s(compute, width, size, nodes, priced))
 
     return seconds((size,)) < seconds(())
 
@@ -197,6 +245,10 @@ class Bounds:
         exchanged: those of the sizes whose groups exchange heads; others pass keys round a ring.
         sequences: unsharded sequences that a device has of one size, alone or with a group that
             exchanges heads, at most: a fused kernel is compiled for so many.
+        ringed: sequences of one ring, at most, for which a ring's kernel is compiled; 0: its blocks
+            are matmuls, of any number.
+        parts: in how many parts an exchange of heads goes, at most; in 1 it is without a loop, and
+            hides under the attention of local sequences.
     """
 
     widths: tuple[tuple[int, int], ...]
@@ -204,6 +256,8 @@ class Bounds:
     sent: int
     exchanged: tuple[int, ...] = ()
     sequences: int = 0
+    ringed: int = 0
+    parts: int = PARTS
 
     def __post_init__(self) -> None:
         odd = any(size > 1 and width % 2 for size, width in self.widths)
@@ -229,7 +283,7 @@ class Bounds:
         All groups skip the parts that are empty on every device.
         """
         width = self.width(size)
-        return width // next(n for n in range(_PARTS, 0, -1) if n == 1 or width % (2 * n) == 0)
+        return width // next(n for n in range(self.parts, 0, -1) if n == 1 or width % (2 * n) == 0)
 
     def width(self, size: int) -> int:
         """Return the slots of a device for rings of a size."""
@@ -240,6 +294,12 @@ class Bounds:
         return sum(width for at, width in self.widths if at > size)
 
 
+def costs_in(bounds: Bounds, costs: AttentionCosts) -> AttentionCosts:
+    """Return the prices in a program: which groups exchange heads, and whether rings are fused."""
+    fused = costs.fused_rings and bounds.ringed > 0
+    return replace(costs, exchanged=bounds.exchanged, fused_rings=fused)
+
+
 def bounds_of(
     widths: Mapping[int, int],
     tokens: int,
@@ -247,8 +307,10 @@ def bounds_of(
     *,
     exchanged: Iterable[int] = (),
     sequences: int = 0,
+    ringed: int = 0,
+    parts: int = PARTS,
 ) -> Bounds:
     """Return bounds, the largest rings first, without sizes that have no slots."""
     kept = tuple(sorted(((s, w) for s, w in widths.items() if w), reverse=True))
     exchange = tuple(size for size, _ in kept if size in set(exchanged))
-    return Bounds(kept, tokens, sent, exchange, sequences)
+    return Bounds(kept, tokens, sent, exchange, sequences, ringed, parts)

@@ -75,10 +75,11 @@ def attention(
     Queries, keys and values go in one all-to-all, results in another.
 
     Args:
-        q: f[nodes, devices of a node x bounds.tokens, heads, head], sharded over the mesh's axes.
+        q: f[nodes, devices of a node x bounds.tokens, heads, head], sharded over the mesh's axes:
+            heads over the third, if there is one.
         k, v: the same with kv heads, which divide heads.
         arrays: the plan's.
-        mesh: two axes, nodes and devices of a node.
+        mesh: two axes, nodes and devices of a node; a third is of tensor parallelism.
         bounds: what this program is compiled for: the plan's.
         costs: prices that say over how many rails hops between nodes go; none: over one.
         scale: the factor of scores; none: 1/sqrt(head).
@@ -88,7 +89,7 @@ def attention(
     Raises:
         ValueError: for a mesh or shapes that do not fit.
     """
-    nodes, axes = nodes_of_mesh(mesh), tuple(mesh.axis_names)
+    nodes, axes, shared = nodes_of_mesh(mesh), mesh.axis_names[:2], mesh.axis_names[2:]
     wanted = (nodes.count, nodes.devices * bounds.tokens)
     if q.shape[:2] != wanted or k.shape[:2] != wanted or k.shape != v.shape:
         raise ValueError(
@@ -98,22 +99,27 @@ def attention(
         )
     if q.shape[2] % k.shape[2]:
         raise ValueError(f"{q.shape[2]} heads with {k.shape[2]} kv heads: expected a multiple")
-    unequal = [size for size in bounds.exchanged if k.shape[2] % size]
+    tensor = mesh.size // nodes.total
+    if k.shape[2] % tensor:
+        raise ValueError(f"{k.shape[2]} kv heads over {shared}, {tensor} devices: give a multiple")
+    kv_heads = k.shape[2] // tensor
+    unequal = [size for size in bounds.exchanged if kv_heads % size]
     if unequal:
         raise ValueError(
-            f"{k.shape[2]} kv heads with groups of {unequal} devices that exchange heads: expected "
-            f"a multiple of each; make the costs with kv_heads={k.shape[2]}, and plan by them"
+            f"{kv_heads} kv heads a device with groups of {unequal} devices that exchange heads: "
+            f"expected a multiple of each; make the costs with kv_heads={k.shape[2]} and "
+            f"tensor={tensor}, and plan by them"
         )
     head_scale = q.shape[-1] ** -0.5 if scale is None else scale
     fuses = has_kernel(mesh) if fused is None else fused
     engine = engine_of(nodes, axes, bounds, scale=head_scale, costs=costs)
-    engine = engine._replace(fused=fuses and bounds.sequences > 0, chip=described(mesh))
-    stream, each = P(*axes, None, None), P(axes)
+    engine = engine._replace(fused=fuses, chip=described(mesh))
+    stream, each = P(*axes, shared or None, None), P(axes)
     placed = PlanArrays(P(), P(), each, each)  # type: ignore[arg-type]
-    body = functools.partial(_on_device, engine, q.shape[2], k.shape[2])
+    body = functools.partial(_on_device, engine, q.shape[2] // tensor, kv_heads)
     mapped = jax.shard_map(
         body, mesh=mesh, in_specs=(stream, stream, stream, placed), out_specs=stream,
-        axis_names=set(axes), check_vma=False,
+        axis_names=set(mesh.axis_names), check_vma=False,
     )  # fmt: skip
     return mapped(q, k, v, arrays)
 
@@ -130,17 +136,20 @@ def _on_device(
 
 
 def nodes_of_mesh(mesh: Mesh) -> Nodes:
-    """Return the nodes that a mesh of two axes is of: the first counts nodes.
+    """Return the nodes that a mesh is of: the first axis counts nodes, the second their devices.
+
+    A device that shares heads with others, along a third axis, counts as one with them.
 
     Raises:
         ValueError: for another number of axes, or axes that are not automatic.
     """
-    if len(mesh.axis_names) != 2:
+    if len(mesh.axis_names) not in (2, 3):
         raise ValueError(
-            f"a mesh of axes {mesh.axis_names}: expected two, nodes and the devices of a node"
+            f"a mesh of axes {mesh.axis_names}: expected two, nodes and the devices of a node, or "
+            "three, the last of tensor parallelism"
         )
     check_automatic(mesh)
-    return Nodes(*mesh.shape.values())
+    return Nodes(*tuple(mesh.shape.values())[:2])
 
 
 class VarlenStep:
@@ -157,7 +166,8 @@ class VarlenStep:
             head as their last dims.
         optimizer: an optax transformation; of complex parameters it gets the conjugates of JAX's
             gradients, along which the loss falls.
-        mesh: two automatic axes, nodes and devices of a node.
+        mesh: two automatic axes, nodes and devices of a node, or a third over which `attend` shards
+            heads; the model shards its weights over it. The plans are for the first two.
         costs: prices that say over how many rails hops between nodes go; none: over one.
         transform: what is done with each jitted step before it runs, as `jaxoverlap.overlap`.
         fused: as `attention` has it.
@@ -169,7 +179,7 @@ class VarlenStep:
         compiled: the programs, by bounds and by what else they were compiled for.
 
     Raises:
-        ValueError: for a mesh of other than two automatic axes.
+        ValueError: for a mesh of other than two or three automatic axes.
         RuntimeError: if cuDNN's kernel on this GPU computes something else than plain matmuls.
     """
 
@@ -272,7 +282,7 @@ class VarlenStep:
 
     def shapes(self, bounds: Bounds, tokens: dict[str, Any]) -> tuple[Batch, PlanArrays]:
         """Return the shapes of the batch and of the plan's arrays that a program takes."""
-        axes, total = tuple(self.mesh.axis_names), self.nodes.total
+        axes, total = self.mesh.axis_names[:2], self.nodes.total
         rows = NamedSharding(self.mesh, P(*axes))
         whole, each = NamedSharding(self.mesh, P()), NamedSharding(self.mesh, P(axes))
 
@@ -316,13 +326,13 @@ class VarlenStep:
         values = {"positions": plan.linear_positions}
         values["weights"] = (plan.linear >= 0).astype("float32")
         values |= {name: plan.laid_out(np.asarray(value)) for name, value in tokens.items()}
-        at = NamedSharding(self.mesh, P(*self.mesh.axis_names))
+        at = NamedSharding(self.mesh, P(*self.mesh.axis_names[:2]))
         shape = self.nodes.count, self.nodes.devices * plan.bounds.tokens
         return {n: _placed(v.reshape(*shape, *v.shape[2:]), at) for n, v in values.items()}
 
     def arrays(self, plan: BatchPlan) -> PlanArrays:
         """Put a plan's arrays on the mesh."""
-        made, axes = plan.arrays, tuple(self.mesh.axis_names)
+        made, axes = plan.arrays, self.mesh.axis_names[:2]
         whole, each = NamedSharding(self.mesh, P()), NamedSharding(self.mesh, P(axes))
         there, back = jax.tree.map(lambda x: _placed(x, each), (made.to_attention, made.to_linear))
         segment, position = (_placed(x, whole) for x in (made.segment, made.position))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -11,6 +10,7 @@ import pytest
 from jaxoverlap.train import varlen
 from jaxoverlap.train.varlen.costs import Hop
 from jaxoverlap.train.varlen.packing import Packing, packing_prices
+from jaxoverlap.train.varlen.rings import costs_in
 
 # Numbers of about an H100's, so that few tokens are worth splitting.
 COSTS = varlen.AttentionCosts(
@@ -38,7 +38,7 @@ def real_lengths(name: str) -> np.ndarray:
 def random_plan(planner: varlen.Planner, rng: np.random.Generator) -> varlen.BatchPlan:
     """Plan a random batch with groups of random sizes, full up to the planner's only program."""
     (bounds,), nodes = planner.programs, planner.nodes
-    costs = replace(planner.costs, exchanged=bounds.exchanged)
+    costs = costs_in(bounds, planner.costs)
     rows: list[tuple[int, int, int]] = []
     best = None
     for _ in range(rng.integers(1, 40)):

@@ -16,6 +16,7 @@ from jaxoverlap.train import varlen
 from jaxoverlap.train.varlen.device import blocks, fused
 from jaxoverlap.train.varlen.packing import Packing, packing_prices
 from jaxoverlap.train.varlen.rings import bounds_of
+from tests.support.attention import packed_stand_in, packed_stand_in_backward
 from tests.train.varlen.batches import COSTS, dense, random_plan
 
 HEADS, KV_HEADS, HEAD = 4, 2, 8
@@ -26,14 +27,13 @@ LOWEST = np.finfo(np.float32).min
 
 
 @functools.cache
-def programs(count, devices, dtype, heads=(HEADS, KV_HEADS), bounds=BOUNDS, fused=False):
+def programs(count, devices, dtype, heads=(HEADS, KV_HEADS), bounds=BOUNDS, fused=False, tensor=1):
     """Compile attention with its gradients, on the mesh and on one device, once for all batches."""
     kv_heads = heads[1]
-    mesh = Mesh(
-        np.array(jax.devices()[:8]).reshape(count, devices),
-        ("node", "device"),
-        axis_types=(AxisType.Auto,) * 2,
-    )
+    sizes = (count, devices, tensor)[: 2 + (tensor > 1)]
+    axes = ("node", "device", "tensor")[: len(sizes)]
+    at = np.array(jax.devices()[: count * devices * tensor]).reshape(sizes)
+    mesh = Mesh(at, axes, axis_types=(AxisType.Auto,) * len(axes))
     planner = varlen.Planner(
         COSTS, varlen.Nodes(count, devices), capacity=bounds.slots, programs=[bounds]
     )
@@ -176,14 +176,60 @@ def test_a_fused_kernel_sees_whole_sequences(seed):
         check_float32(program, seed, heads=heads)
 
 
-@pytest.mark.parametrize("off", (0, 1))
+@pytest.mark.parametrize("kernel", (True, False))
+@pytest.mark.parametrize(
+    ("count", "devices"), [(2, 4), pytest.param(1, 8, marks=pytest.mark.nightly)]
+)
+def test_rings_of_the_fused_kernel(count, devices, kernel, monkeypatch):
+    """Blocks are merged by the log of sums; what the kernel leaves unwritten is never read.
+
+    Without the kernel the same program has matmuls.
+    """
+    monkeypatch.setattr(fused_attention, "packed_causal", emulated)
+    monkeypatch.setattr(fused_attention, "packed_forward", packed_stand_in)
+    monkeypatch.setattr(fused_attention, "packed_backward", packed_stand_in_backward)
+    monkeypatch.setattr(fused, "fits", lambda q: True)
+    bounds = dataclasses.replace(BOUNDS, ringed=16)
+    program = programs.__wrapped__(count, devices, "float32", (HEADS, KV_HEADS), bounds, kernel)
+    for seed in range(15):
+        check_float32(program, seed)
+
+
+@pytest.mark.parametrize("kernel", (True, False))
+def test_tensor_parallel_devices_share_heads(kernel, monkeypatch):
+    """A mesh of three axes: rings of four, exchanges of two in one part, two devices for heads."""
+    monkeypatch.setattr(fused_attention, "packed_causal", emulated)
+    monkeypatch.setattr(fused_attention, "packed_forward", packed_stand_in)
+    monkeypatch.setattr(fused_attention, "packed_backward", packed_stand_in_backward)
+    monkeypatch.setattr(fused, "fits", lambda q: True)
+    bounds = bounds_of(
+        {4: 24, 2: 24, 1: 40}, tokens=56, sent=64, exchanged=(2,), sequences=64, ringed=16, parts=1
+    )
+    heads = (8, 4)
+    program = programs.__wrapped__(2, 2, "float32", heads, bounds, kernel, 2)
+    for seed in range(8):
+        check_float32(program, seed, heads=heads)
+
+
+@pytest.mark.parametrize("off", ("", "output", "dq"))
 def test_a_kernel_that_computes_something_else_is_refused(off, monkeypatch):
     """The comparison that a GPU is put to, here while something else is traced."""
 
+    def wide(*arrays):
+        return [x.astype("f") for x in arrays]
+
     def kernel(query, key, value, lengths, starts, *, scale):
-        shifted = jnp.roll(key, off, axis=1)  # keys of the token before: a mask that is off by one
-        values = (x.astype("f") for x in (query, shifted, value))
+        shift = off == "output"  # keys of the token before: a mask that is off by one
+        values = wide(query, jnp.roll(key, shift, axis=1), value)
         return emulated(*values, lengths, starts, scale=scale).astype(query.dtype)
+
+    def forward(q, k, v, runs, **how):
+        return packed_stand_in(*wide(q, k, v), runs, **how)
+
+    def backward(*operands, **how):
+        *arrays, runs = operands
+        to_q, *to_keys = packed_stand_in_backward(*wide(*arrays), runs, **how)
+        return to_q * (2 if off == "dq" else 1), *to_keys
 
     def compared(x):
         with jax.ensure_compile_time_eval():
@@ -191,6 +237,8 @@ def test_a_kernel_that_computes_something_else_is_refused(off, monkeypatch):
         return x
 
     monkeypatch.setattr(fused_attention, "packed_causal", kernel)
+    monkeypatch.setattr(fused_attention, "packed_forward", forward)
+    monkeypatch.setattr(fused_attention, "packed_backward", backward)
     if off:
         with pytest.raises(RuntimeError, match="pass fused=False"):
             jax.jit(compared)(1.0)

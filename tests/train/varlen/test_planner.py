@@ -12,7 +12,14 @@ from benchmarks.varlen.partition import partition, ragged_seconds
 from jaxoverlap.train import varlen
 from jaxoverlap.train.varlen.arrays import NONE
 from jaxoverlap.train.varlen.packing import levelled
-from jaxoverlap.train.varlen.rings import Nodes, chunk_slots
+from jaxoverlap.train.varlen.rings import (
+    Nodes,
+    bounds_of,
+    chunk_slots,
+    exchanged_s,
+    exchanges,
+    hidden_s,
+)
 from tests.support.seeds import some
 from tests.train.varlen.batches import COSTS, random_plan, real_lengths
 
@@ -221,3 +228,37 @@ def test_a_size_of_none_is_the_default_and_zero_is_refused(name: str):
     assert costs.kv_heads == 32 and costs.rails == 8
     with pytest.raises(ValueError, match=f"{name}=0: expected a whole number, 1 or more"):
         varlen.attention_costs("a100-sxm-80:2x8", heads=32, head_size=128, **{name: 0})
+
+
+def test_a_ring_of_matmuls_is_judged_by_all_its_static_slots():
+    """As long sequences alone, tiles are full and hops hidden, and it would look as fast."""
+    nodes = Nodes(1, 8)
+    costs = replace(
+        COSTS, kv_heads=8, tile=(512, 512), remap_bytes=8192.0, blocks=(512,), pair_s=(3e-11,)
+    )
+    assert exchanges(8, 4096, nodes, costs)
+    assert not exchanges(8, 4096, nodes, replace(costs, fused_rings=True))
+
+
+def test_a_program_counts_the_sequences_of_its_rings():
+    """A batch with more sequences on a ring than its kernel is compiled for is for another one."""
+    costs = replace(COSTS, fused_rings=True)
+    few = bounds_of({4: 64}, 64, 0, ringed=2)
+    plan = varlen.Planner(costs, Nodes(1, 4), capacity=64, programs=[few])
+    assert plan([100, 100]).bounds == few
+    with pytest.raises(varlen.Infeasible):
+        plan([60, 60, 60])
+    any_number = replace(few, ringed=0)
+    both = varlen.Planner(costs, Nodes(1, 4), capacity=64, programs=[few, any_number])
+    assert both([60, 60, 60]).bounds == any_number
+
+
+def test_an_exchange_in_one_part_hides_under_local_attention():
+    """By the price: what is hidden is no more than either, and nothing of an exchange in parts."""
+    nodes, costs = Nodes(1, 4), replace(COSTS, kv_heads=4)
+    one = bounds_of({4: 64, 1: 64}, 96, 0, exchanged=(4,), parts=1)
+    moved, _ = exchanged_s(4, one, nodes, costs)
+    local = np.array([0.0, moved / 2, 1e3 * moved, 2 * moved])
+    hidden = hidden_s(local, one, nodes, costs)
+    assert hidden[0] == 0 and hidden[2] == 2 * moved and (hidden <= local).all()
+    assert not hidden_s(local, replace(one, parts=4), nodes, costs).any()

@@ -1,6 +1,7 @@
 """Attention compiled for GPUs that are not there: which kernels, and whether hops are covered."""
 
 import dataclasses
+import re
 
 import jax
 import jax.numpy as jnp
@@ -17,8 +18,15 @@ pytestmark = [pytest.mark.pods, needs_plugin]
 HEADS, HEAD = 8, 128
 
 
-@pytest.mark.parametrize(("chip", "kernels"), (("h100-sxm", 2), ("a100-sxm-80", 0)))
-def test_whole_sequences_are_fused_where_the_chip_has_it_and_hops_are_covered(chip, kernels):
+@pytest.mark.parametrize(
+    ("chip", "ringed", "kernels"),
+    [
+        ("h100-sxm", 8, 2 + 4),  # a ring of four
+        pytest.param("h100-sxm", 0, 2, marks=pytest.mark.nightly),
+        ("a100-sxm-80", 0, 0),
+    ],
+)
+def test_the_kernel_is_taken_where_the_chip_has_it_and_hops_are_covered(chip, ringed, kernels):
     """Rings of four, groups of two that exchange heads, and single devices, on two nodes of two."""
     pod = f"{chip}:2x2"
     mesh = pod_mesh(pod, {"node": 2, "device": 2})
@@ -26,7 +34,7 @@ def test_whole_sequences_are_fused_where_the_chip_has_it_and_hops_are_covered(ch
     plan = varlen.Planner(costs, pod, capacity=4096)([9000, 700, 300, 900, 200])
     widths = ((4, 2560), (2, 1024), (1, 1024))
     bounds = dataclasses.replace(
-        plan.bounds, widths=widths, tokens=4096, sent=0, exchanged=(2,), sequences=32
+        plan.bounds, widths=widths, tokens=4096, sent=0, exchanged=(2,), sequences=32, ringed=ringed
     )
     at = NamedSharding(mesh, P("node", "device"))
     x = jax.ShapeDtypeStruct((2, 2 * bounds.tokens, HEADS, HEAD), jnp.bfloat16, sharding=at)
@@ -51,5 +59,9 @@ def test_whole_sequences_are_fused_where_the_chip_has_it_and_hops_are_covered(ch
     text = both.lower(x, x, x, arrays, x).compile(options).as_text()
     for call in ("__cudnn$fmhaSoftmax", "__cudnn$fmhaSoftmaxBackward"):
         assert text.count(f'custom_call_target="{call}"') == kernels
+    assert bool(re.search(r"f32\[[^]]*1280,1280\]", text)) == (not ringed)  # no scores in memory
     hops = [c for c in jaxoverlap.audit(text).collectives if c.kind == "collective-permute"]
-    assert len(hops) >= 6 and all(c.covered for c in hops), [str(c) for c in hops]
+    bare = [c for c in hops if not c.covered]
+    assert len(hops) >= 6 and len(bare) == (2 if ringed else 0), [str(c) for c in bare]
+    # The kernel has all gradients at the end: the last sums of keys and values go home exposed.
+    assert all(c.computation == hops[-1].computation for c in bare)

@@ -9,6 +9,7 @@ import numpy as np
 import optax
 import pytest
 from jax.sharding import AxisType, Mesh
+from jax.sharding import PartitionSpec as P
 
 from jaxoverlap.train import varlen
 from jaxoverlap.train.varlen.rings import bounds_of
@@ -24,9 +25,11 @@ SMALL = long_context.Config(
 )  # fmt: skip
 
 
-def mesh_of(count, devices):
-    places = np.array(jax.devices()[: count * devices]).reshape(count, devices)
-    return Mesh(places, ("node", "device"), axis_types=(AxisType.Auto,) * 2)
+def mesh_of(count, devices, tensor=1):
+    sizes = (count, devices, tensor)[: 2 + (tensor > 1)]
+    places = np.array(jax.devices()[: count * devices * tensor]).reshape(sizes)
+    names = ("node", "device", "tensor")[: len(sizes)]
+    return Mesh(places, names, axis_types=(AxisType.Auto,) * len(names))
 
 
 def new_state(optimizer):
@@ -70,16 +73,20 @@ def dense_batch(lengths, tokens, most):
     return np.repeat(np.arange(len(within)), [len(w) for w in within]), batch
 
 
-@pytest.mark.parametrize("batches", [1, 2])
-def test_the_whole_step_equals_one_on_one_device(batches):
-    """With `optax.MultiSteps` the gradients of several batches are accumulated."""
+@pytest.mark.parametrize(("batches", "tensor"), [(1, 1), (2, 1), (1, 2)])
+def test_the_whole_step_equals_one_on_one_device(batches, tensor):
+    """With `optax.MultiSteps` the gradients of several batches are accumulated.
+
+    With tensor parallelism the heads' weights are sharded over a third axis.
+    """
     bounds = bounds_of({4: 24, 2: 16, 1: 32}, tokens=40, sent=64, sequences=64)
     planner = varlen.Planner(COSTS, varlen.Nodes(2, 2), capacity=bounds.slots, programs=[bounds])
     optimizer = optax.MultiSteps(optax.sgd(0.1), batches)
-    step = varlen.train_step(model, optimizer, mesh_of(2, 2), costs=COSTS)
-    state = jax.device_put(
-        new_state(optimizer), jax.NamedSharding(step.mesh, jax.sharding.PartitionSpec())
-    )
+    step = varlen.train_step(model, optimizer, mesh_of(2, 2, tensor), costs=COSTS)
+    spec = P(None, None, "tensor") if tensor > 1 else P()
+    state = jax.device_put(new_state(optimizer), jax.NamedSharding(step.mesh, P()))
+    qkv = jax.device_put(state["params"]["qkv"], jax.NamedSharding(step.mesh, spec))
+    state["params"] |= {"qkv": qkv}
     want = new_state(optimizer)["params"]
     rng, gradients = np.random.default_rng(0), []
     for _ in range(4):
@@ -218,7 +225,7 @@ def test_heads_that_groups_cannot_exchange_are_refused():
     costs = dataclasses.replace(COSTS, kv_heads=2)
     planner = varlen.Planner(costs, varlen.Nodes(1, 2), capacity=32, programs=[bounds])
     plan, q = planner([40]), np.zeros((1, 64, 3, 8), "f")
-    with pytest.raises(ValueError, match=r"3 kv heads with groups of \[2\] devices"):
+    with pytest.raises(ValueError, match=r"3 kv heads a device with groups of \[2\] devices"):
         varlen.attention(q, q, q, plan.arrays, mesh=mesh_of(1, 2), bounds=bounds)
 
 

@@ -6,7 +6,8 @@ queries, keys, values and results travel once, and nothing hides them.
 
 The slots of a program are static, and a batch seldom fills them. So they are exchanged in parts, in
 a loop that ends with the last part that any device has tokens in: all devices make equally many
-trips, as every one of them takes part in each all-to-all.
+trips, as every one of them takes part in each all-to-all. A program may have one part instead: then
+there is no loop, and XLA can exchange under the attention of documents that are local.
 """
 
 from __future__ import annotations
@@ -68,7 +69,12 @@ class Heads(NamedTuple):
             )
             return lax.dynamic_update_slice_in_dim(arrived, new, index * made, axis=1)
 
-        arrived = lax.fori_loop(0, self.trips, exchange, jnp.zeros(shape, x.dtype))
+        if x.shape[1] == given:
+            arrived = lax.all_to_all(
+                x, self.axes, split, joined, axis_index_groups=groups, tiled=True
+            )
+        else:
+            arrived = lax.fori_loop(0, self.trips, exchange, jnp.zeros(shape, x.dtype))
         parts = jnp.split(arrived, ends[:-1], axis=-1)
         pairs = zip(parts, values, strict=True)
         return tuple(part.reshape(*part.shape[:3], *value.shape[3:]) for part, value in pairs)

@@ -1,9 +1,7 @@
 """Attend to unsharded sequences by cuDNN's fused kernel, which skips what the mask hides.
 
-For sets of one device and for groups that exchange heads. Not for a ring's hops. To fold a hop into
-the softmax one needs the log of its sums; for packed sequences JAX returns them as [sequences,
-heads, slots] and says nowhere which of these are filled. And the backward pass of a hop, from the
-sums of all hops, is a primitive that JAX has no function for.
+For sets of one device and for groups that exchange heads; `fused_rings.py` has it for rings. It is
+compared with plain matmuls once on a GPU before it is used there, a ring's block too.
 """
 
 from __future__ import annotations
@@ -18,11 +16,24 @@ from jax import Array
 from jax.sharding import Mesh
 
 from jaxoverlap._jax import fused_attention
+from jaxoverlap._jax.fused_attention import PackedRuns
 from jaxoverlap.train.varlen.costs import HOPPER
-from jaxoverlap.train.varlen.device.blocks import Where, in_float32, local_backward, local_forward
+from jaxoverlap.train.varlen.device import packed
+from jaxoverlap.train.varlen.device.blocks import (
+    AttentionSide,
+    Grads,
+    Where,
+    finished,
+    folded,
+    in_float32,
+    local_backward,
+    local_forward,
+)
+from jaxoverlap.train.varlen.device.packed import RunsBlock
 
 _TYPES = ("bfloat16", "float16")
 _LARGEST_HEAD = 128
+_RESULTS = ("output", "dq", "dk", "dv")
 _TOLERANCE = 0.05  # of the largest value: a mask that is off by a token errs by more
 
 
@@ -109,28 +120,69 @@ def check() -> None:
     """Compare the kernel with plain matmuls on this process's GPU, forward and backward.
 
     Raises:
-        RuntimeError: if they differ.
+        RuntimeError: if they differ, for unsharded sequences or for a block of a ring.
     """
     rng = np.random.default_rng(0)
-    segment = np.repeat(np.array([0, 1, 2, -1], np.int32), [130, 1, 301, 80])
-    position = np.concatenate([np.arange(n, dtype=np.int32) for n in (130, 1, 301, 80)])
-    where = Where(jnp.asarray(segment), jnp.asarray(position))
     shapes = (1, 512, 2, 2, 64), (1, 512, 2, 64), (1, 512, 2, 64), (1, 512, 2, 2, 64)
-    q, k, v, given = (jnp.asarray(rng.normal(size=shape), jnp.bfloat16) for shape in shapes)
+    arrays = [jnp.asarray(rng.normal(size=shape), jnp.bfloat16) for shape in shapes]
+    for compared in (_unsharded, _ring_block):
+        results, live = jax.jit(functools.partial(compared))(*arrays)  # traced anew
+        for name, (got, want) in results.items():
+            off = _error(got, want, live[name in ("dk", "dv")])
+            if not off < _TOLERANCE:
+                raise RuntimeError(
+                    f"cuDNN's attention of packed sequences is off by {off:.3f} of the largest "
+                    f"{name} on this GPU, beside plain matmuls: pass fused=False, and report it"
+                )
 
-    @jax.jit
-    def both(q: Array, k: Array, v: Array) -> Any:
-        fused, back = forward(where, q, k, v, scale=0.125, most=3)
-        out, log_sums = local_forward(where, q, k, v, 0.125)
-        delta = jnp.einsum("bskgd,bskgd->bskg", in_float32(given), in_float32(out))
-        plain_back = local_backward(where, (q, given, log_sums, delta), k, v, 0.125)
-        return (fused, *back(given)), (out, *plain_back)
 
-    for name, got, want in zip(("output", "dq", "dk", "dv"), *both(q, k, v), strict=True):
-        got, want = (np.asarray(x, np.float32)[:, segment >= 0] for x in (got, want))
-        off = float(np.abs(got - want).max() / np.abs(want).max())
-        if not off < _TOLERANCE:
-            raise RuntimeError(
-                f"cuDNN's attention of packed sequences is off by {off:.3f} of the largest {name} "
-                "on this GPU, beside plain matmuls: pass fused=False, and report it"
-            )
+def _error(got: Array, want: Array, live: Array) -> float:
+    """Return the largest difference in slots that count, over the largest value."""
+    one, other = (np.asarray(x, np.float32)[:, np.asarray(live)] for x in (got, want))
+    return float(np.abs(one - other).max() / np.abs(other).max())
+
+
+def _where(*lengths: int) -> Where:
+    """Return where sequences of so many tokens are, one after the other, the last one empty."""
+    segment = np.repeat(np.arange(len(lengths), dtype=np.int32), lengths)
+    position = np.concatenate([np.arange(n, dtype=np.int32) for n in lengths])
+    return Where(jnp.where(segment == len(lengths) - 1, -1, segment), jnp.asarray(position))
+
+
+def _unsharded(q: Array, k: Array, v: Array, given: Array) -> Any:
+    """Return results of the kernel and of matmuls by name, and which slots of them count."""
+    where = _where(130, 1, 301, 80)
+    ours, back = forward(where, q, k, v, scale=0.125, most=3)
+    out, log_sums = local_forward(where, q, k, v, 0.125)
+    delta = jnp.einsum("bskgd,bskgd->bskg", in_float32(given), in_float32(out))
+    plain = out, *local_backward(where, (q, given, log_sums, delta), k, v, 0.125)
+    live = where.segment >= 0
+    results = dict(zip(_RESULTS, zip((ours, *back(given)), plain, strict=True), strict=True))
+    return results, (live, live)
+
+
+def _ring_block(q: Array, k: Array, v: Array, given: Array) -> Any:
+    """Return the same of a ring's block, in which one sequence has no queries and one no keys."""
+    own, there = _where(200, 0, 60, 60, 192), _where(199, 30, 0, 121, 162)
+    there = there._replace(position=jnp.zeros_like(there.position))  # queries see all keys
+    lengths = jnp.array([[200, 0, 60, 60], [199, 30, 0, 121]], jnp.int32)
+    starts = jnp.cumsum(lengths, axis=1) - lengths
+    both = jnp.where((lengths > 0).all(axis=0), lengths, 0)
+    run = (jnp.where(x.segment < 0, len(lengths[0]), x.segment) for x in (own, there))
+    block = RunsBlock(PackedRuns(*both, *starts), *run)
+    heads, to_out = (x.reshape(*x.shape[:2], -1, x.shape[-1]) for x in (q, given))
+    ours = packed.forward(block, heads, k, v, causal=False, scale=0.125)
+    sides = AttentionSide((q,), own), AttentionSide((k, v), there)
+    out, log_sums = (
+        jnp.where(block.queries.reshape(-1, *(1,) * (x.ndim - 2)), x, 0)
+        for x in finished(folded(None, *sides, 0.125), q.dtype)
+    )
+    delta = jnp.einsum("bskgd,bskgd->bskg", in_float32(given), in_float32(out))
+    grads = Grads.of(AttentionSide((q, given, log_sums, delta), own), sides[1], 0.125)
+    queries = heads, out.reshape(heads.shape), log_sums.reshape(heads.shape[:-1]), to_out
+    parts = packed.backward(block, queries, k, v, causal=False, scale=0.125)
+    to_q, *back = block.alone(parts)
+    found = ours.output.reshape(q.shape), to_q.reshape(q.shape), *back
+    plain = out, grads.query(), *grads.keys
+    results = dict(zip(_RESULTS, zip(found, plain, strict=True), strict=True))
+    return results, (own.segment >= 0, there.segment >= 0)
