@@ -79,7 +79,8 @@ def plugins(packages: dict[str, str]) -> Iterator[Fact]:
     """
     found = {n: v for n, v in packages.items() if n.endswith(("-plugin", "-pjrt"))}
     if not found:
-        hint = "to compile for GPUs that are not there: pip install '.[pods]' in the checkout, or 'FILE.whl[pods]'"
+        install = "pip install '.[pods]' in the checkout, or 'FILE.whl[pods]'"
+        hint = f"to compile for GPUs that are not there: {install}"
         yield Fact("GPU plugin", f"none ({hint})")
     cudas = sorted({name.split("-")[1] for name in found})
     if len(cudas) > 1:
