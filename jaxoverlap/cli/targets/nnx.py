@@ -10,7 +10,7 @@ from flax import nnx
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-LAYERS, BATCH, LENGTH, WIDTH, HIDDEN = 4, 64, 4096, 4096, 16384
+LAYERS, BATCH, LENGTH, WIDTH, HIDDEN = 4, 32, 4096, 8192, 28672  # of Llama-3-70B
 
 
 class Block(nnx.Module):
