@@ -1,6 +1,6 @@
 """Apply edits to a step, one kind after the other: `overlap(plan=)` is this and nothing else.
 
-    step --[DropTypes]--> --[Recompute]--> --[Keep]--> --[StackMatrices]-->
+    step --[DropTypes]--> --[Recompute]--> --[Keep]--> --[Offload]--> --[StackMatrices]-->
          --[PinArgument, PinValue]-->
          --[GatherTable, Pin, PinResults]--> --[InterleaveColumns]--> --[MoveFirst]-->
          --[SumCarried]--> --[SplitBatch, Pin]--> --[ScatterLookup]--> --[MakeRing, ReadGathered]-->
