@@ -151,7 +151,9 @@ class _Estimator:
                     tasks.append(Task((len(tasks) - 1,), seconds=self._cost.memory_s(transposed)))
             elif (lane := copied(i)) is not None:
                 flights[len(tasks)] = i.name
-                copy_s, _ = self._cost.host_copy(hlo.shape_bytes(i.shape))
+                size = hlo.shape_bytes(i.shape)
+                copy_s, _ = self._cost.host_copy(size)
+                slowed_s += self._cost.memory_s(size)
                 tasks.append(Task(needs, flight=Flight(lane, copy_s)))
                 tasks.append(Task((len(tasks) - 1,), awaits=len(tasks) - 1))
             elif i.opcode in hlo.CONTROL_FLOW:
