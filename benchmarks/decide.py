@@ -28,7 +28,7 @@ from benchmarks import explicit, frame
 from benchmarks.children import import_first, in_fork
 from benchmarks.drawn.step import Built, lower
 from benchmarks.frame import Only, Row, Written, chosen, provenance
-from benchmarks.pods.suite import SCHEDULED
+from benchmarks.pods.names import SCHEDULED
 from benchmarks.pods.suite import STEPS as SUITE
 from jaxoverlap._jax import partitioner
 from jaxoverlap.cli.targets.plain import build as build_mlp

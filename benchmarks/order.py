@@ -25,7 +25,8 @@ from benchmarks import frame
 from benchmarks.children import import_first, in_fork
 from benchmarks.frame import Only, Written, chosen, conclude, in_ms, rows_in, sheet, write_rows
 from benchmarks.pods.child import measure
-from benchmarks.pods.suite import SCHEDULED, STEPS, Step
+from benchmarks.pods.names import SCHEDULED
+from benchmarks.pods.suite import STEPS, Step
 from jaxoverlap.cost.find import cost_or_data_sheet
 from jaxoverlap.hardware.cluster import parse_cluster
 from jaxoverlap.parallelism.configuration import Configuration

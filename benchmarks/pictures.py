@@ -53,7 +53,8 @@ def _rows(name: str) -> list[Row]:
 
 def ops() -> Any:
     """Draw a bar for each row of each step of the suite, plain's as 1."""
-    from benchmarks.pods.suite import PLAIN, RULES, SCHEDULED, STEPS
+    from benchmarks.pods.names import PLAIN, RULES, SCHEDULED
+    from benchmarks.pods.suite import STEPS
 
     colours = {PLAIN: "#9aa0a6", RULES: "#4c78a8", SCHEDULED: "#e45756"}
     rows = (*_rows("pods"), *_rows("pods_by_rules"))

@@ -24,7 +24,7 @@ from benchmarks.frame import in_ms, markdown, read_rows
 from benchmarks.gpu import curve, hang, kernels, race, systems
 from benchmarks.local_updates import co2_table, learning
 from benchmarks.pods import rows as pods
-from benchmarks.pods.suite import SCHEDULED
+from benchmarks.pods.names import SCHEDULED
 from benchmarks.questions import answers
 from benchmarks.strangers import pods as strangers
 from benchmarks.varlen import table as varlen

@@ -31,8 +31,9 @@ from benchmarks.frame import (
     sheet,
     write_rows,
 )
+from benchmarks.pods.names import PLAIN, SCHEDULED
 from benchmarks.pods.rows import best_preset, known, of_step
-from benchmarks.pods.suite import PLAIN, SCHEDULED, STEPS, Step
+from benchmarks.pods.suite import STEPS, Step
 
 LEAST_GAIN = 1.15  # geometric mean over the best preset, on the communication-heavy half
 COLUMNS = (

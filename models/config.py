@@ -9,7 +9,7 @@ from typing import Annotated, Any, ClassVar, Self
 
 from typer import Option
 
-from jaxoverlap.train import arguments
+from jaxoverlap._util import limits
 
 DTYPES = ("float32", "bfloat16", "float16", "float64")
 ATTENTION = ("auto", "xla", "cudnn")  # auto: cuDNN where it runs (`models/attention.py`)
@@ -91,10 +91,10 @@ class Run:
             zero = field.name in self.FROM_0
             try:
                 if int in kinds:
-                    arguments.whole(field.name, value, 0 if zero else 1)
+                    limits.whole(field.name, value, 0 if zero else 1)
                 elif float in kinds:
                     bound: dict[str, Any] = dict(least=0) if zero else dict(above=0)
-                    arguments.number(field.name, value, **bound)
+                    limits.number(field.name, value, **bound)
             except ValueError as error:
                 yield str(error)
         for name in ("dtype", "param_dtype"):

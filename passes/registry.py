@@ -10,7 +10,7 @@ from jaxoverlap.passes.edited import EditedStep
 from jaxoverlap.passes.evaluated import Evaluated, Proposal
 from jaxoverlap.passes.halves import halve, split_exchange
 from jaxoverlap.passes.keep import keep, offload, recompute
-from jaxoverlap.passes.layouts import columns, matrices, moved_first, pins, tied, values
+from jaxoverlap.passes.layouts import columns, matrices, moved_first, pins, sorts, tied, values
 from jaxoverlap.passes.rewriting import (
     carried_sums,
     drop_types,
@@ -39,6 +39,7 @@ from jaxoverlap.plan.edits import (
     Recompute,
     ScatterLookup,
     ShareViews,
+    SortPerShard,
     SplitBatch,
     SplitExchange,
     StackMatrices,
@@ -75,6 +76,7 @@ PASSES = (
     RegisteredPass("layers recomputed", (Recompute,), recompute.run),
     RegisteredPass("values kept", (Keep,), keep.run),
     RegisteredPass("values offloaded", (Offload,), offload.run),
+    RegisteredPass("sorts per shard", (SortPerShard,), sorts.run),
     RegisteredPass("matrices stacked", (StackMatrices,), matrices.run),
     RegisteredPass("values pinned", (PinArgument, PinValue), values.run),
     RegisteredPass("tied tables", (GatherTable,), tied.run, tied.propose),

@@ -14,7 +14,7 @@ from benchmarks.gpu.child import Process
 from benchmarks.gpu.kernels import REHEARSED
 from benchmarks.gpu.race_child import about
 from benchmarks.gpu.steps import STEPS
-from benchmarks.pods.suite import PLAIN
+from benchmarks.pods.names import PLAIN
 from benchmarks.pods.suite import STEPS as SUITE
 from benchmarks.questions.asked import QUESTIONS
 from benchmarks.questions.asked import STEPS as ASKED

@@ -8,16 +8,8 @@ from typing import Any
 import jaxoverlap
 from benchmarks.frame import Row, provenance
 from benchmarks.pod_step import of_cut
-from benchmarks.pods.suite import (
-    ALL,
-    HALVES,
-    HALVES_RINGS,
-    OVERLAPPED,
-    PRESET_ROWS,
-    RULES,
-    SCHEDULED,
-    Step,
-)
+from benchmarks.pods.names import HALVES, HALVES_RINGS, OVERLAPPED, PRESET_ROWS, RULES, SCHEDULED
+from benchmarks.pods.suite import ALL, Step
 from jaxoverlap._jax.jobs import peak_bytes
 from jaxoverlap.flags import options_for
 from jaxoverlap.flags.published import accepted

@@ -5,7 +5,7 @@ from collections.abc import Iterable, Sequence
 from rich.table import Table
 
 from benchmarks.frame import Row, sheet
-from benchmarks.pods.suite import OVERLAPPED, PLAIN, PRESET_ROWS, SCHEDULED
+from benchmarks.pods.names import OVERLAPPED, PLAIN, PRESET_ROWS, SCHEDULED
 from jaxoverlap.hardware.cluster import parse_cluster
 from jaxoverlap.passes.scheduling.reorder import SAME
 from jaxoverlap.simulation.replay import UNKNOWN_TRIPS

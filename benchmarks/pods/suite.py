@@ -8,15 +8,8 @@ from typing import Any
 import jaxoverlap
 from benchmarks.plain_gpt import EVERYWHERE, Sizes, abstract_args, make_step, plain_mlp, rules_mlp
 from benchmarks.pods.hand_ring import hand_mlp
-from jaxoverlap.flags.published import PUBLISHED
+from benchmarks.pods.names import HAND, IN_SHARDINGS, PRESET_ROWS, ROWS, RULES
 from jaxoverlap.hardware.cluster import parse_cluster
-
-PLAIN, HAND, IN_SHARDINGS = "plain", "hand ring", "in_shardings only"
-RULES = "by rules"  # matmuls partition themselves, and there is no overlap()
-OVERLAPPED, SCHEDULED = "overlapped", "overlapped + pass"
-PRESET_ROWS = tuple(f"plain, {name}" for name in PUBLISHED)
-HALVES, HALVES_RINGS = "halves", "halves + rings"  # whether or not that is estimated to be faster
-ROWS = (PLAIN, *PRESET_ROWS, RULES, OVERLAPPED, SCHEDULED, HALVES, HALVES_RINGS)  # of every step
 
 # 7B as in benchmarks/plain_gpt.py. 70B class: layers, hidden size and heads of LLaMA-65B
 # (arXiv:2302.13971, table 2) with an MLP of two matrices, 4 x hidden: 65B parameters.

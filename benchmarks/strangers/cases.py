@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import tomllib
+from pathlib import Path
+
 from benchmarks.strangers.stranger import Case
 
-_OURS = ("jax[cuda12-local]", "msgspec", "numpy", "rich")
+_PROJECT = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"]
+_OURS = ("jax[cuda12-local]", *_PROJECT["dependencies"])
 _TUNIX = (*_OURS, "google-tunix==0.1.7")
 # The newest sentencepiece wants a newer protobuf than kauldron allows.
 _GEMMA = (*_OURS, "gemma==4.0.1", "sentencepiece<=0.2.1")

@@ -141,6 +141,29 @@ class StackMatrices(_Edit, frozen=True, kw_only=True):
         return f"give devices along {axes} unsharded matrices, {len(self.first)} at {self.source}"
 
 
+class SortPerShard(_Edit, frozen=True, kw_only=True):
+    """Devices sort their own tokens by expert, and not all tokens.
+
+    Attributes:
+        source: the lines of the sorts.
+        axes: the mesh axes among whose devices the tokens are divided.
+    """
+
+    source: str
+    axes: Annotated[tuple[str, ...], msgspec.Meta(min_length=1)]
+
+    @property
+    def why(self) -> str:
+        """Say what the step does as it is written."""
+        return (
+            f"the sort at {self.source} is of the tokens of all devices: each gathers "
+            "and computes all of them"
+        )
+
+    def __str__(self) -> str:
+        return f"devices along {', '.join(self.axes)} sort their own tokens at {self.source}"
+
+
 class GatherTable(_Edit, frozen=True, kw_only=True):
     """A tied embedding table is gathered once, for its lookup and its matmul.
 
@@ -539,10 +562,10 @@ class ShareViews(_Edit, frozen=True, kw_only=True):
 
 
 Edit = (
-    DropTypes | Recompute | Keep | Offload | StackMatrices | PinArgument | PinValue | GatherTable
-    | Pin | PinResults | InterleaveColumns | MoveFirst | SumCarried | SplitBatch | ScatterLookup
-    | ReadGathered | MakeRing | GatherAhead | TransformPerShard | SumLate | SplitExchange
-    | ShareViews
+    DropTypes | Recompute | Keep | Offload | SortPerShard | StackMatrices | PinArgument | PinValue
+    | GatherTable | Pin | PinResults | InterleaveColumns | MoveFirst | SumCarried | SplitBatch
+    | ScatterLookup | ReadGathered | MakeRing | GatherAhead | TransformPerShard | SumLate
+    | SplitExchange | ShareViews
 )  # fmt: skip
 
 
@@ -552,6 +575,7 @@ ORDER: tuple[tuple[type[_Edit], ...], ...] = (
     (Recompute,),
     (Keep,),
     (Offload,),
+    (SortPerShard,),
     (StackMatrices,),
     (PinArgument, PinValue),
     (GatherTable, Pin, PinResults),
@@ -568,10 +592,10 @@ ORDER: tuple[tuple[type[_Edit], ...], ...] = (
     (SplitExchange,),
     (ShareViews,),
 )
-_AFTER_SPLIT = 11
+_AFTER_SPLIT = 12
 LAYOUTS = tuple(kind for kinds in ORDER[: _AFTER_SPLIT - 1] for kind in kinds)
 """The kinds of edits that come before a batch split and before rings."""
-REPAIRS = (StackMatrices, PinArgument, PinValue, InterleaveColumns, SumCarried)
+REPAIRS = (SortPerShard, StackMatrices, PinArgument, PinValue, InterleaveColumns, SumCarried)
 """The kinds of edits that repair what a user wrote so that shardings cost much."""
 # Plans number matmuls as they are before these.
 AFTER_NUMBERING = tuple(kind for kinds in ORDER[_AFTER_SPLIT + 1 :] for kind in kinds)

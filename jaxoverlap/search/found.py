@@ -42,7 +42,6 @@ from jaxoverlap.search.candidate import Candidate
 from jaxoverlap.search.evaluate import Evaluator
 from jaxoverlap.search.kept import kept, offer
 from jaxoverlap.search.layouts import Layouts
-from jaxoverlap.search.matrices import with_stacked_matrices
 from jaxoverlap.search.records import (
     entries_of,
     kept_apart,
@@ -51,6 +50,7 @@ from jaxoverlap.search.records import (
     proposed,
     split_notes,
 )
+from jaxoverlap.search.repairs import repaired
 from jaxoverlap.search.search import Trail, gains, search, split_of
 from jaxoverlap.search.stages import LAYOUT_STAGES, stages_of
 from jaxoverlap.search.types import untyped
@@ -73,7 +73,7 @@ def found(step: StepContext, options: Options) -> PassResult:
         return _undecided(step, _terms(step, options), why)
     step = kept(untyped(step), options)
     if options.layouts is not None and options.pins is None:
-        step = with_stacked_matrices(step)
+        step = repaired(step)
     trail = _searched(step, options)
     done = _result(step, options, trail, trail.taken)
     if not options.never_slower:  # then nothing is compared once it is compiled
@@ -102,7 +102,7 @@ def layouts_found(step: StepContext, options: Options) -> Layouts | None:
     """
     if unread(step.mesh) or not _lays_out(step := untyped(step), options):
         return None
-    step = with_stacked_matrices(step)
+    step = repaired(step)
     trail = _searched(step, options, LAYOUT_STAGES)
     return layouts_of(step, trail, trail.taken)
 

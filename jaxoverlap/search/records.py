@@ -28,7 +28,6 @@ from jaxoverlap.plan.edits import (
     PinArgument,
     PinValue,
     SplitBatch,
-    StackMatrices,
     SumCarried,
 )
 from jaxoverlap.plan.limits import MUCH_MEMORY
@@ -113,11 +112,7 @@ def _lost(best: Candidate) -> Iterator[str]:
     edits = best.known.step.edits
     if any(isinstance(edit, PinArgument | PinValue) for edit in edits):
         yield from best.known.notes[PinValue].reasons
-    why = (
-        edit.why
-        for edit in edits
-        if isinstance(edit, StackMatrices | InterleaveColumns | SumCarried)
-    )
+    why = (edit.why for edit in edits if isinstance(edit, InterleaveColumns | SumCarried))
     yield from dict.fromkeys(why)
 
 

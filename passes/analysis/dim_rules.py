@@ -5,7 +5,7 @@
 A rule gives each dim a factor, as Shardy's sharding rules do (`sdy.sharding_rule`; a test compares
 the two): dims of one factor are the same dim. The layouts' search names the dims of a step by them
 (`passes/analysis/dims.py`), and a batch split follows one factor through the step
-(`passes/halves/batch.py`).
+(`passes/analysis/batch.py`).
 """
 
 from __future__ import annotations

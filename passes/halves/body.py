@@ -8,7 +8,7 @@ from typing import Any
 from jax import Array, lax
 
 from jaxoverlap._jax import compat, inlining
-from jaxoverlap.passes.halves.batch import BatchSplit, Followed
+from jaxoverlap.passes.analysis.batch import BatchSplit, Followed
 from jaxoverlap.passes.halves.own_names import OwnNames
 
 _COMBINED: dict[str, Callable[[Array, Array], Array]] = {

@@ -18,10 +18,10 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from jaxoverlap._jax import compat, inlining
+from jaxoverlap.passes.analysis.batch import BatchSplit, follow
 from jaxoverlap.passes.analysis.dims import DimNames
 from jaxoverlap.passes.analysis.jaxprs import dots, equations
 from jaxoverlap.passes.edited import EditedStep, check_sites, misfit
-from jaxoverlap.passes.halves.batch import BatchSplit, follow
 from jaxoverlap.passes.halves.body import SplitBody
 from jaxoverlap.passes.halves.own_names import own_slices
 from jaxoverlap.passes.halves.start import BatchDim

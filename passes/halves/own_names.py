@@ -21,8 +21,8 @@ import numpy as np
 from jax import lax
 
 from jaxoverlap._jax import compat, inlining
+from jaxoverlap.passes.analysis.batch import BatchSplit
 from jaxoverlap.passes.analysis.jaxprs import REMATS
-from jaxoverlap.passes.halves.batch import BatchSplit
 
 _SMALL = 1 << 18  # elements of a value that may be written out
 _MASK = 1 << 26  # elements of a mask, a byte each: what it masks has more bytes, and rows or heads

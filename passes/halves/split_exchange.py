@@ -24,12 +24,12 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from jaxoverlap._jax import compat
+from jaxoverlap.passes.analysis.batch import BatchSplit
 from jaxoverlap.passes.analysis.dim_rules import dim_rule
 from jaxoverlap.passes.analysis.dims import DimNames, Name
 from jaxoverlap.passes.analysis.jaxprs import MATMULS, equations
 from jaxoverlap.passes.edited import EditedStep, misfit
 from jaxoverlap.passes.evaluated import Evaluated, Proposal
-from jaxoverlap.passes.halves.batch import BatchSplit
 from jaxoverlap.passes.halves.halve import Halved
 from jaxoverlap.plan.edits import SplitExchange
 from jaxoverlap.plan.limits import EXCHANGE_CHUNKS

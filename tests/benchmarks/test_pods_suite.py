@@ -21,9 +21,7 @@ from benchmarks.plain_gpt import Sizes, plain_mlp
 from benchmarks.pods import rows as r
 from benchmarks.pods.child import measure
 from benchmarks.pods.hand_ring import hand_mlp
-from benchmarks.pods.suite import (
-    ALL,
-    BY_PROCESS,
+from benchmarks.pods.names import (
     HALVES,
     HALVES_RINGS,
     OVERLAPPED,
@@ -32,9 +30,8 @@ from benchmarks.pods.suite import (
     ROWS,
     RULES,
     SCHEDULED,
-    STEPS,
-    Step,
 )
+from benchmarks.pods.suite import ALL, BY_PROCESS, STEPS, Step
 from jaxoverlap.flags.published import PUBLISHED, accepted
 from jaxoverlap.hardware.cluster import parse_cluster
 from jaxoverlap.simulation.replay import UNKNOWN_TRIPS

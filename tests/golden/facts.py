@@ -14,7 +14,8 @@ from unittest import mock
 import jax
 
 import jaxoverlap
-from benchmarks.pods.suite import SCHEDULED, STEPS
+from benchmarks.pods.names import SCHEDULED
+from benchmarks.pods.suite import STEPS
 from jaxoverlap import Plan
 from jaxoverlap._jax import partitioner
 from jaxoverlap.plan.edits import ScatterLookup

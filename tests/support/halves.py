@@ -11,9 +11,9 @@ import numpy as np
 from jax import lax
 
 from jaxoverlap._jax import compat
+from jaxoverlap.passes.analysis.batch import BatchSplit
 from jaxoverlap.passes.analysis.dims import DimNames
 from jaxoverlap.passes.analysis.flatten import flatten
-from jaxoverlap.passes.halves.batch import BatchSplit
 from jaxoverlap.passes.halves.halve import Halved
 
 B, S, D, V, L = 8, 4, 6, 10, 4

@@ -19,13 +19,17 @@ class ZOState(NamedTuple):
         params: the parameters, without the pending update.
         key: the run's key, from its seed.
         step: int32 [], how many steps have been taken.
-        pending: the last step's update, where updates are deferred; else its rate is 0.
+        pending: the last step's update, where updates are deferred; else its rate is 0. With a
+            narrow copy those since it was made, a dim of steps first.
+        narrow: the copy of the blocks that is uploaded (`narrow.Narrowed`): "values" like them in
+            host memory, "scales" float32 [layers] of each leaf; None without.
     """
 
     params: Any
     key: jax.Array
     step: jax.Array
     pending: Pending
+    narrow: Any = None
 
 
 def as_arrays(params: Any) -> Any:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -11,13 +12,14 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding
 
 from jaxoverlap._util.expect import expect
-from jaxoverlap._util.limits import flag
+from jaxoverlap._util.limits import flag, whole
 from jaxoverlap.api import overlap as overlapped
 from jaxoverlap.train.arguments import check_arrays, check_is, function, overlap_options
 from jaxoverlap.train.programs import Programs, key_of, like_at
 from jaxoverlap.train.zeroth_order.blocks import Blocks, depth
 from jaxoverlap.train.zeroth_order.estimator import Mezo
 from jaxoverlap.train.zeroth_order.layout import BatchLayout
+from jaxoverlap.train.zeroth_order.narrow import Narrowed, copy_dtype
 from jaxoverlap.train.zeroth_order.resident import Resident
 from jaxoverlap.train.zeroth_order.state import ZOState, as_arrays, check_trained, new_state
 from jaxoverlap.train.zeroth_order.streamed import Streamed
@@ -62,6 +64,11 @@ class ZOStep:
             over the batch's shards, the signs and the directions.
         host: keeps a model of `Blocks` in pinned host memory, one or two blocks at a time on the
             device; updates are then deferred.
+        offload_dtype: with `host`, of a copy of the blocks that is uploaded in their place, a float
+            of 8 or 16 bits (`jnp.float8_e4m3fn`); None uploads the blocks. The host's blocks stay
+            exact and move once in `refresh_every` steps; losses see the copy's rounding.
+        refresh_every: steps between two refreshes of that copy, each of which makes all updates
+            since the last one.
         sliced: with `host`, whether each device of `perturb` and `data` keeps and uploads a slice
             of each block, and gathers the others'; for devices that share a host.
         overlap: True, or options of `jaxoverlap.overlap`, to hide the collectives of the forward
@@ -85,6 +92,8 @@ class ZOStep:
         has_aux: bool = False,
         host: bool = False,
         sliced: bool = True,
+        offload_dtype: Any = None,
+        refresh_every: int = 8,
         overlap: bool | Mapping[str, Any] = False,
         check: bool = True,
     ):
@@ -97,7 +106,12 @@ class ZOStep:
         self._layout, self._check = BatchLayout(mesh, perturb, data), check
         self._overlap, self._programs = overlap_options(overlap), Programs()
         self._made: Resident | Streamed
+        every = whole("refresh_every", refresh_every, 1)
         if not host:
+            if offload_dtype is not None:
+                raise ValueError(
+                    f"offload_dtype={offload_dtype!r} without host=True: nothing is uploaded"
+                )
             self._made = Resident(loss_fn, transform, self._layout, deferred, has_aux)
             return
         if has_aux:
@@ -111,6 +125,11 @@ class ZOStep:
                 "device, if need be): only blocks can be brought to the device one at a time"
             )
         self._made = Streamed(loss_fn, transform, self._layout, sliced)
+        if offload_dtype is not None:
+            dtype = copy_dtype(offload_dtype)
+            self._made = Narrowed(
+                loss_fn, transform, self._layout, sliced, dtype=dtype, every=every
+            )
 
     @property
     def transform(self) -> Mezo:
@@ -132,7 +151,10 @@ class ZOStep:
         placed = jax.tree.map(jax.device_put, params, self.shardings(params))
         if isinstance(self._made, Resident):  # steps donate what they are given
             placed = jax.tree.map(lambda x: jnp.array(x, x.dtype), placed)
-        return new_state(placed, self.transform, seed)
+        state = new_state(placed, self.transform, seed)
+        if not isinstance(self._made, Narrowed):
+            return state
+        return self.flush(state._replace(pending=self._made.nothing()))
 
     def shardings(self, params: Any) -> Any:
         """Return the sharding of each parameter; None for each without a mesh."""
@@ -154,7 +176,24 @@ class ZOStep:
         rest = jax.tree.map(lambda leaf: like_at(leaf, self._layout.at()), state)
         params = as_arrays(params)
         shapes = jax.eval_shape(lambda given: given, params)
-        return rest._replace(params=jax.tree.map(like_at, shapes, self.shardings(params)))
+        found = rest._replace(params=jax.tree.map(like_at, shapes, self.shardings(params)))
+        if not isinstance(self._made, Narrowed):
+            return found
+        pending = jax.eval_shape(self._made.nothing)
+        pending = jax.tree.map(lambda leaf: like_at(leaf, self._layout.at()), pending)
+        return self._with_copy(found._replace(pending=pending))
+
+    def _with_copy(self, state: ZOState) -> ZOState:
+        """Return a state as shapes, with those of the narrow copy of its blocks."""
+        assert isinstance(self._made, Narrowed)
+        blocks, dtype, at = state.params["blocks"], self._made.dtype, self._layout.at()
+        values = jax.tree.map(
+            lambda leaf: jax.ShapeDtypeStruct(leaf.shape, dtype, sharding=leaf.sharding), blocks
+        )
+        scales = jax.tree.map(
+            lambda leaf: jax.ShapeDtypeStruct(leaf.shape[:1], jnp.float32, sharding=at), blocks
+        )
+        return state._replace(narrow=dict(values=values, scales=scales))
 
     def __call__(self, state: ZOState, batch: Any, *rest: Any) -> tuple[ZOState, dict[str, Any]]:
         """Take a step.
@@ -173,20 +212,29 @@ class ZOStep:
                 "what begin and end need into the batch, and keep frozen parts on the device "
                 "(host=False)"
             )
-        if (has := state.pending.scalars.shape) != (wanted := (self.transform.directions,)):
+        made = self._made
+        wanted = (self.transform.directions,)
+        wanted = (made.every, *wanted) if isinstance(made, Narrowed) else wanted
+        if (has := state.pending.scalars.shape) != wanted:
             raise ValueError(
                 f"the state has a pending update of shape {has}: expected {wanted}, one scalar for "
                 "each of the estimator's directions; flush it by the step that made it"
             )
-        made = self._made
         immediate = isinstance(made, Resident) and not made.deferred
         if self._check and immediate and (rate := float(state.pending.rate)):
             raise ValueError(
                 f"the state has a pending update of rate {rate:g}, which this step, not deferred, "
                 "would never make: flush it by the step that made it"
             )
-        number = int(state.step) if self._check else 0  # of the state, which is donated
-        state, metrics = self._program(state)(state, batch, *rest)
+        narrowed = isinstance(made, Narrowed)
+        number = int(state.step) if self._check or narrowed else 0  # of the state, which is donated
+        if isinstance(made, Narrowed):
+            if number and number % made.every == 0:
+                state = self.flush(state)
+            new, metrics = self._program(state)(made.light(state), batch)
+            state = made.joined(state, new)
+        else:
+            state, metrics = self._program(state)(state, batch, *rest)
         if self._check and not metrics["made"]:
             losses, rate = np.asarray(metrics["losses"]), self.transform.rate(jnp.int32(number))
             raise NonFiniteLossError(
@@ -202,11 +250,16 @@ class ZOStep:
 
     def lower(self, state: ZOState, batch: Any, *rest: Any) -> Any:
         """Lower a step, of arrays or shapes with shardings; compile it to audit and simulate."""
-        return self._program(state).lower(state, batch, *rest)
+        made = self._made
+        given = made.light(state) if isinstance(made, Narrowed) else state
+        return self._program(state).lower(given, batch, *rest)
 
     def flush(self, state: ZOState) -> ZOState:
         """Apply the pending update, for an evaluation or a checkpoint; the state is not donated."""
         at = jax.tree.map(_sharding, state)
+        if isinstance(self._made, Narrowed):
+            shapes = self._with_copy(state._replace(narrow=None))
+            at = jax.tree.map(_sharding, shapes)
         key = "flush", key_of(state)
         return self._programs.get(key, lambda: jax.jit(self._made.flush, out_shardings=at))(state)
 
@@ -215,15 +268,23 @@ class ZOStep:
         return self.flush(state).params
 
     def _program(self, state: ZOState) -> Any:
-        at = jax.tree.map(_sharding, state)
-        whole = self._layout.at()
+        made = self._made
+        if isinstance(made, Narrowed):
+            dtypes = jax.tree.map(lambda leaf: leaf.dtype, state.params["blocks"])
+            made = replace(made, dtypes=dtypes)
+            at = jax.tree.map(_sharding, made.light(state)._replace(narrow=None))
+        else:
+            at = jax.tree.map(_sharding, state)
+        whole_at = self._layout.at()
 
         def make() -> Any:
             def zeroth_order_step(state: ZOState, batch: Any, *rest: Any) -> Any:
-                return self._made.step(state, batch, *rest)
+                return made.step(state, batch, *rest)
 
             donated = () if isinstance(self._made, Streamed) else 0
-            jitted = jax.jit(zeroth_order_step, donate_argnums=donated, out_shardings=(at, whole))
+            jitted = jax.jit(
+                zeroth_order_step, donate_argnums=donated, out_shardings=(at, whole_at)
+            )
             return jitted if self._overlap is None else overlapped(jitted, **self._overlap)
 
         return self._programs.get(("step", key_of(state)), make)

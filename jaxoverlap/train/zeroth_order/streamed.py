@@ -80,7 +80,7 @@ class Streamed:
     # -- on one device of the mesh ----------------------------------------------------------------
 
     def _step(self, is_sliced: Any, state: ZOState, batch: Any) -> tuple[ZOState, dict[str, Any]]:
-        model, number = self.model, numbers(state.params)
+        model, number = self.model, self._numbers(state)
         outer = self._updated(state, state.params["outer"], number["outer"])
 
         def on_perturbed(part: Any, numbered: Any, do: Any, values: Any, row: Any = None) -> Any:
@@ -102,10 +102,21 @@ class Streamed:
         x, blocks = self._through(is_sliced, state, number["blocks"], block, x)
         losses = on_perturbed(outer, number["outer"], lambda p, x: model.end(p, x, batch), x)
         pending, metrics = outcome(self.transform, state, self._of_all(losses))
-        return after(state, dict(outer=outer, blocks=blocks), pending), metrics
+        return self._after(state, outer, blocks, pending), metrics
+
+    def _after(self, state: ZOState, outer: Any, blocks: Any, pending: Pending) -> ZOState:
+        return after(state, dict(outer=outer, blocks=blocks), pending)
+
+    def _numbers(self, state: ZOState) -> Any:
+        """Return each parameter's number."""
+        return numbers(dict(outer=state.params["outer"], blocks=self._stack(state)))
+
+    def _stack(self, state: ZOState) -> Any:
+        """Return what is uploaded, layer by layer."""
+        return state.params["blocks"]
 
     def _flush(self, is_sliced: Any, state: ZOState) -> ZOState:
-        number = numbers(state.params)
+        number = self._numbers(state)
         outer = self._updated(state, state.params["outer"], number["outer"])
         _, blocks = self._through(is_sliced, state, number["blocks"], lambda x, layer, row: x, ())
         params = dict(outer=outer, blocks=blocks)
@@ -153,7 +164,7 @@ class Streamed:
         Returns:
             The last x, and the updated blocks.
         """
-        blocks = state.params["blocks"]
+        blocks = self._stack(state)
         last, ahead = depth(blocks) - 1, 2 if any(jax.tree.leaves(is_sliced)) else 1
 
         def body(carry: Any, _: None) -> Any:
@@ -161,7 +172,7 @@ class Streamed:
             following = self._upload(blocks, next_row)
             prefetched = (*(self._gathered(part, is_sliced) for part in uploaded), following)
             layer = jax.lax.optimization_barrier(self._updated(state, stale, number, row))
-            back = jax.device_put(self._own(layer, is_sliced), jax.memory.Space.Host)
+            back = self._back(layer, is_sliced)
             return (do(x, layer, row), prefetched, row + 1, jnp.minimum(next_row + 1, last)), back
 
         first = self._gathered(self._upload(blocks, jnp.int32(0)), is_sliced)
@@ -169,6 +180,10 @@ class Streamed:
         carry = (x, (first, *second), jnp.int32(0), jnp.int32(min(ahead, last)))
         (x, *_), back = jax.lax.scan(body, carry, length=last + 1)
         return x, back
+
+    def _back(self, layer: Any, is_sliced: Any) -> Any:
+        """Send an updated block to the host, or this device's slices of it."""
+        return jax.device_put(self._own(layer, is_sliced), jax.memory.Space.Host)
 
     def _upload(self, blocks: Any, row: jax.Array) -> Any:
         """Bring a block to the device, or this device's slices of it."""
@@ -207,7 +222,7 @@ class Streamed:
 
     def _is_sliced(self, state: ZOState) -> Any:
         """Return for each leaf of the blocks, given as global arrays, whether it is sliced."""
-        return jax.tree.map(lambda leaf: bool(self.spec_of(leaf)), state.params["blocks"])
+        return jax.tree.map(lambda leaf: bool(self.spec_of(leaf)), self._stack(state))
 
     def _specs(self, state: ZOState) -> Any:
         blocks = jax.tree.map(lambda leaf: P(*self.spec_of(leaf)), state.params["blocks"])

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax import lax
 
-from jaxoverlap.passes.halves.batch import BatchSplit
+from jaxoverlap.passes.analysis.batch import BatchSplit
 from jaxoverlap.passes.halves.halve import Halved
 from tests.support.halves import assert_same, computed, values
 
