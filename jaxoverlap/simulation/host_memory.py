@@ -1,4 +1,4 @@
-"""Find the values of a partitioned module that XLA will place in the host's memory.
+"""Find the values of a partitioned module that XLA will move to the host's memory.
 
 The program that XLA's partitioner returns says where values move to the host's memory and back, by
 calls of `MoveToHost` and `MoveToDevice`. XLA's host offloader later places what lies between them
@@ -68,7 +68,7 @@ def _reached(module: hlo.Module) -> set[_Value]:
 def _links(
     module: hlo.Module, name: str, i: hlo.Instruction
 ) -> Iterator[tuple[_Value, _Value, bool]]:
-    """Yield pairs of values: where the first is, the second is, and the reverse too if so said."""
+    """Yield pairs of values: the second is where the first is; with True the reverse too."""
     here = name, i.name, None
     read = [operand.partition("#")[0] for operand in i.operands]
     if i.opcode in _SAME:

@@ -31,8 +31,8 @@ Groups = Mapping[Place, int]
 """The number of the decision that each place belongs to."""
 
 
-class Chosen(NamedTuple):
-    """Decisions, by their number.
+class SavedValues(NamedTuple):
+    """The numbers of the decisions to save values.
 
     Attributes:
         kept: those of values that stay on the device.
@@ -50,7 +50,7 @@ def chosen(
     always: Collection[int] = (),
     never: Collection[int] = (),
     offloadable: Collection[int] = (),
-) -> Chosen:
+) -> SavedValues:
     """Choose which values to keep, and which to offload.
 
     Args:
@@ -78,8 +78,8 @@ def chosen(
     program.at_most(memory, max(room, needed))
     for n in range(count):
         program.at_most({kept[n]: 1.0, offloaded[n]: 1.0}, 1.0)
-    found = program.solved(whole=2 * count)  # what runs follows from these
-    return Chosen(
+    found = program.solved(integers=2 * count)  # what runs follows from these
+    return SavedValues(
         *(frozenset(n for n in range(count) if found[way[n]]) for way in (kept, offloaded))
     )
 
@@ -107,7 +107,7 @@ def _add(
 
 
 class _Program:
-    """A linear program, of which some variables are whole numbers."""
+    """A linear program in which some variables are integers."""
 
     def __init__(self) -> None:
         self.costs: list[float] = []
@@ -128,8 +128,8 @@ class _Program:
         """Limit a sum of variables times numbers."""
         self._rows.append((row, limit))
 
-    def solved(self, whole: int) -> list[bool]:
-        """Return which of the first variables, which are whole, are 1."""
+    def solved(self, integers: int) -> list[bool]:
+        """Return which of the first variables are 1; these are integers."""
         entries = [(n, at, x) for n, (row, _) in enumerate(self._rows) for at, x in row.items()]
         rows, columns, values = zip(*entries, strict=True)
         matrix = coo_array((values, (rows, columns)), shape=(len(self._rows), len(self.costs)))
@@ -137,8 +137,9 @@ class _Program:
         for at, value in self.fixed.items():
             least[at] = most[at] = value
         bounds: Any = Bounds(least, most)  # type: ignore[arg-type]  # its stubs have numbers alone
-        limits = LinearConstraint(matrix, ub=[limit for _, limit in self._rows])
-        integers = np.arange(len(self.costs)) < whole
-        found = milp(self.costs, integrality=integers, bounds=bounds, constraints=limits)
+        most_of_rows: Any = np.array([limit for _, limit in self._rows])
+        limits = LinearConstraint(matrix, ub=most_of_rows)
+        are_integers = np.arange(len(self.costs)) < integers
+        found = milp(self.costs, integrality=are_integers, bounds=bounds, constraints=limits)
         assert found.x is not None, found.message  # keeping nothing but that is allowed
-        return [bool(x > 0.5) for x in found.x[:whole]]
+        return [bool(x > 0.5) for x in found.x[:integers]]

@@ -30,7 +30,7 @@ from jaxoverlap.plan.edits import Keep
 
 
 def run(step: EditedStep, edits: Sequence[Keep]) -> EditedStep:
-    """Keep the values that edits name; `EditedStep.facts` has the stack of each place in scans."""
+    """Keep the values that edits name; `EditedStep.facts` has the stacks (`_Keeping.stacked`)."""
     jaxpr = opened(step.jaxpr)
     remats = remats_of(jaxpr)
     wanted: dict[int, set[Any]] = {}
@@ -101,7 +101,7 @@ class _Keeping:
         return inside
 
     def stacked(self, remats: Sequence[Remat], edits: Sequence[Keep]) -> dict[Any, Any]:
-        """Return the stack of each place whose value a scan stacks."""
+        """Return the new stacks, by the number of a remat, of an equation and of a result there."""
         found = dict[Any, Any]()
         for number, position, output in (place for edit in edits for place in edit.places):
             source = remats[number].sources[remats[number].body.eqns[position].outvars[output]]

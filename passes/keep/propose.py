@@ -10,7 +10,7 @@ from typing import Any
 from jaxoverlap.cost.model import CostModel
 from jaxoverlap.passes.analysis.partitioned import SpmdProgram
 from jaxoverlap.passes.estimation.estimate import Estimate
-from jaxoverlap.passes.keep.choose import Chosen, chosen
+from jaxoverlap.passes.keep.choose import SavedValues, chosen
 from jaxoverlap.passes.keep.opened import opened
 from jaxoverlap.passes.keep.price import Place, Priced, priced, with_barriers
 from jaxoverlap.passes.keep.remats import Remat, remats_of
@@ -96,7 +96,7 @@ class Remats:
             offload: whether values may be offloaded to the host's memory.
         """
         groups = {place: n for n, one in enumerate(self.values) for place in one.alike}
-        seen = set[Chosen]()
+        seen = set[SavedValues]()
         for share, may in _ROOMS:
             for computations in prices:
                 some = self._offloadable if may and offload else ()
@@ -107,7 +107,7 @@ class Remats:
 
     @functools.cached_property
     def _offloadable(self) -> frozenset[int]:
-        """The values of which every place is in a scan that can bring it from another one."""
+        """The values that scans alone compute again, each of what an earlier scan can stack."""
         return frozenset(
             n
             for n, value in enumerate(self.values)
@@ -115,7 +115,7 @@ class Remats:
         )
 
     def _selection(
-        self, found: Chosen, prices: Sequence[Priced], groups: Mapping[Place, int]
+        self, found: SavedValues, prices: Sequence[Priced], groups: Mapping[Place, int]
     ) -> Selection:
         kept, ahead = ([0] * len(self.values) for _ in range(2))
         for one in prices:

@@ -2,20 +2,27 @@
 
 from __future__ import annotations
 
+import jax
+import jax.numpy as jnp
+import msgspec
 import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from jax.sharding import AxisType
 
+import jaxoverlap
 from jaxoverlap._jax import compat
 from jaxoverlap.passes.analysis.errors import UserError
+from jaxoverlap.passes.analysis.flatten import flatten
 from jaxoverlap.passes.analysis.jaxprs import equations
 from jaxoverlap.passes.apply import apply
 from jaxoverlap.passes.edited import EditedStep
 from jaxoverlap.passes.keep.offload import offloads
-from jaxoverlap.plan.edits import Offload
+from jaxoverlap.plan.edits import Keep, Offload
 from tests.passes.keep.drawn import STEPS, Drawn
 from tests.passes.keep.test_keep import evaluated, mesh_of, traced, values_of
+from tests.support.seeds import some
 
 
 def kept(jaxpr, choose=lambda n: True) -> EditedStep | None:
@@ -72,6 +79,44 @@ def test_the_stacks_of_scans_are_offloaded(way):
 def test_layers_written_one_after_the_other_are_not():
     after = compare(Drawn(("twice",), "unrolled", "none", reverse=False, seed=0), lambda n: True)
     assert after is not None and not after.has(Offload)
+
+
+@pytest.mark.rotating
+@pytest.mark.parametrize(
+    ("kind", "halves"),
+    some(1, [(AxisType.Auto, None), (AxisType.Auto, 2), (AxisType.Explicit, None)]),
+)
+def test_a_plan_offloads_on_eight_devices(kind, halves, tmp_path):
+    drawn = Drawn(("twice", "dropped", "gelu"), "scan", "none", reverse=True, seed=3)
+    step, args = drawn.step, drawn.arguments(mesh_of(kind))
+    if kind == AxisType.Explicit:  # a gathered weight, as JAX gathers none of itself
+        w, x, key = args
+        args = jax.device_put(w, jax.NamedSharding(x.sharding.mesh, jax.P())), x, key
+    options = dict(keep=("drawn.py:*",), halves=halves)
+    plan = jaxoverlap.overlap(step, **options).explain(*args)
+    edits = [*plan.edits]
+    last = max(n for n, edit in enumerate(edits) if isinstance(edit, Keep))
+    found = offloads(applied(step, args, edits[: last + 1]), kept_of(edits))
+    assert found
+    edits[last + 1 : last + 1] = found
+    with_them = msgspec.structs.replace(plan, edits=tuple(edits))
+    with_them.write(tmp_path / "plan.json")
+    copies = [jax.tree.map(jnp.copy, args) for _ in range(2)]
+    after = jaxoverlap.overlap(step, plan=tmp_path / "plan.json")(*copies[0])
+    before = jaxoverlap.overlap(step, plan=plan)(*copies[1])
+    for one, other in zip(after, before, strict=True):
+        np.testing.assert_array_equal(np.asarray(one), np.asarray(other))
+        assert one.sharding.is_equivalent_to(other.sharding, one.ndim)
+
+
+def kept_of(edits) -> list[Keep]:
+    return [edit for edit in edits if isinstance(edit, Keep)]
+
+
+def applied(step, args, edits) -> EditedStep:
+    jaxpr = flatten(step.trace(*args).jaxpr)
+    mesh = args[1].sharding.mesh
+    return apply(EditedStep(jaxpr, mesh, (None,) * len(jaxpr.invars)), edits)
 
 
 @pytest.mark.parametrize("place", [(9, 0, 2), (0, 99, 2), (0, 0, 0)])
