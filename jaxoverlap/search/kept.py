@@ -18,7 +18,7 @@ from jaxoverlap.hardware.cluster import Cluster
 from jaxoverlap.passes.analysis.errors import RewriteError, UserError
 from jaxoverlap.passes.apply import apply
 from jaxoverlap.passes.edited import EditedStep
-from jaxoverlap.passes.keep.offload import offloads
+from jaxoverlap.passes.keep.offload import offloads, saved
 from jaxoverlap.passes.keep.propose import Remats, Selection
 from jaxoverlap.passes.keep.recompute import recomputations
 from jaxoverlap.passes.layouts.memory import estimated_peak_bytes
@@ -122,6 +122,9 @@ def _found(step: StepContext, options: Options) -> tuple[tuple[Edit, ...], tuple
     if room >= 0:
         return _chosen(step, options, budget, room, _SELECTIONS)
     smaller, freed, asked = _recomputing(step, -room)
+    last_resort = freed + room < 0 and not cost.on_cpus and not options.keep
+    if last_resort and (found := _offloading(smaller, options)) is not None:
+        return found
     if smaller is step:
         return _chosen(step, options, budget, 0.0, _SELECTIONS)
     as_written, again = (one.estimate(one.plain).step_s for one in (step, smaller))
@@ -163,6 +166,36 @@ def _recomputing(step: StepContext, missing: float) -> tuple[StepContext, int, i
         if less >= missing:
             break
     return best, freed, len(asked)
+
+
+def _offloading(
+    step: StepContext, options: Options
+) -> tuple[tuple[Edit, ...], tuple[str, ...]] | None:
+    """Offload all that scans save of a step that does not fit; None where that frees nothing.
+
+    Nothing else is kept then, as what is kept is chosen before.
+    """
+    if not (edits := saved(step.jaxpr)):
+        return None
+    try:
+        less = estimated_peak_bytes(step.plain.module) - estimated_peak_bytes(
+            step.partitioned(apply(step.edited, edits).jaxpr, ask=False).module
+        )
+    except RewriteError:
+        return None
+    if less <= 0:
+        return None
+    sizes = [edit.bytes_offloaded for edit in edits]
+    sized = [
+        replaced(edit, bytes_offloaded=int(less * size / sum(sizes)))
+        for edit, size in zip(edits, sizes, strict=True)
+    ]
+    note = (
+        f"memory={memory_text(options.memory)} offloads what scans save, as the step needs more "
+        f"memory however much is recomputed: {human_bytes(less)} less."
+    )
+    own = (*(e for e in step.edited.edits if isinstance(e, Recompute)), *sized)
+    return own, (note, *(f"  {edit}." for edit in own))
 
 
 def _chosen(

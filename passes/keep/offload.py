@@ -21,9 +21,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from jaxoverlap._jax import compat, inlining
+from jaxoverlap.passes.analysis.def_use import DefUse
 from jaxoverlap.passes.analysis.jaxprs import Body, bodies, map_bodies
 from jaxoverlap.passes.edited import EditedStep, misfit
 from jaxoverlap.passes.keep.opened import opened
+from jaxoverlap.passes.planning.entries import line_of, type_of
 from jaxoverlap.plan.edits import Keep, Offload
 
 
@@ -87,6 +89,33 @@ def offloads(step: EditedStep, kept: Sequence[Keep]) -> list[Offload]:
     ]
 
 
+def saved(jaxpr: Any) -> list[Offload]:
+    """Return edits that offload all stacks of scans for later ones, with unsharded bytes."""
+    found: dict[Any, Offload] = {}
+    for body in bodies(opened(jaxpr)):
+        for position, eqn in enumerate(body.eqns):
+            if eqn.primitive.name != "scan":
+                continue
+            for one in _stacks(body, position):
+                inside = eqn.params["jaxpr"]
+                value = inside.outvars[one.output]
+                maker = DefUse(inside.eqns, ()).maker(value)
+                source = line_of(eqn if maker is None else maker, (*body.around, eqn))
+                key = source, compat.type_text(value)
+                before = found.get(key)
+                found[key] = Offload(
+                    source=source,
+                    value=type_of(value),
+                    places=(
+                        *(before.places if before else ()),
+                        (body.index, position, one.output),
+                    ),
+                    bytes_offloaded=(before.bytes_offloaded if before else 0)
+                    + eqn.outvars[one.output].aval.size * value.aval.dtype.itemsize,
+                )
+    return list(found.values())
+
+
 def _named(body: Body, edit: Offload, position: int, output: int) -> _Stack:
     if not body.opaque and 0 <= position < len(body.eqns):
         for one in _stacks(body, position):
@@ -101,10 +130,12 @@ def _stacks(body: Body, position: int) -> Iterator[_Stack]:
     manual = any(eqn.primitive.name == "shard_map" for eqn in body.around)
     if scan.primitive.name != "scan" or scan.params["length"] < 2 or body.opaque or manual:
         return
-    made = {v for eqn in scan.params["jaxpr"].eqns for v in eqn.outvars}
-    _, num_carry = compat.scan_counts(scan)
+    num_consts, num_carry = compat.scan_counts(scan)
+    inside = scan.params["jaxpr"]
+    made = {v for eqn in inside.eqns for v in eqn.outvars}
+    made |= {*inside.invars[num_consts : num_consts + num_carry]}
     for output in range(num_carry, len(scan.outvars)):
-        stack, value = scan.outvars[output], scan.params["jaxpr"].outvars[output]
+        stack, value = scan.outvars[output], inside.outvars[output]
         reader = body.uses.only_reader(stack)
         is_array = not compat.is_literal(value) and value in made and compat.has_numbers(value)
         if reader is None or not is_array or compat.in_host_memory(value):

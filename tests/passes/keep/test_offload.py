@@ -18,9 +18,9 @@ from jaxoverlap.passes.analysis.flatten import flatten
 from jaxoverlap.passes.analysis.jaxprs import equations
 from jaxoverlap.passes.apply import apply
 from jaxoverlap.passes.edited import EditedStep
-from jaxoverlap.passes.keep.offload import offloads
+from jaxoverlap.passes.keep.offload import offloads, saved
 from jaxoverlap.plan.edits import Keep, Offload
-from tests.passes.keep.drawn import STEPS, Drawn
+from tests.passes.keep.drawn import STEPS, B, D, Drawn
 from tests.passes.keep.test_keep import evaluated, mesh_of, traced, values_of
 from tests.support.seeds import some
 
@@ -74,6 +74,19 @@ def test_the_stacks_of_scans_are_offloaded(way):
     }
     wanted = {edit.value for edit in after.edits if isinstance(edit, Offload)}
     assert len(host) == len(wanted), "each type of value, with the steps of the scan in front"
+
+
+@pytest.mark.parametrize("policy", ["none", "all"])
+def test_all_that_scans_stack_is_offloaded(policy):
+    drawn = Drawn(("twice", "gathered"), "micro-batches", policy, reverse=True, seed=1)
+    jaxpr = traced(drawn, *(args := drawn.arguments()))
+    step = EditedStep(jaxpr, mesh_of(), (None,) * len(jaxpr.invars))
+    edits = saved(jaxpr)
+    assert f"float32[{B // 2},{D}]" in {edit.value for edit in edits}, "the layers' inputs"
+    assert all(edit.bytes_offloaded > 0 for edit in edits)
+    after = apply(step, edits)
+    for one, other in zip(evaluated(after.jaxpr, args), evaluated(jaxpr, args), strict=True):
+        np.testing.assert_array_equal(one, other)
 
 
 def test_layers_written_one_after_the_other_are_not():
