@@ -6,12 +6,14 @@ i: i32[n] = iota ;  j = add i 1 ;  k: i32[n, 8] = broadcast_in_dim j     # k[p, 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
 
 from jaxoverlap._jax import compat
+from jaxoverlap.passes.analysis.jaxprs import REMATS, Body
 
 _MOST = 2**24  # elements of a table
 
@@ -64,10 +66,18 @@ def computed(eqn: Any, operands: list[np.ndarray]) -> np.ndarray | None:
 
 
 class KnownValues:
-    """The known values of a body whose equations are seen in order."""
+    """The known values of a body."""
 
-    def __init__(self) -> None:
-        self._tables: dict[Any, np.ndarray] = {}
+    def __init__(self, eqns: Sequence[Any], given: Mapping[Any, np.ndarray] = MappingProxyType({})):
+        """Find them.
+
+        Args:
+            eqns: the body's equations.
+            given: those of its operands that are known.
+        """
+        self._tables = {**given}
+        for eqn in eqns:
+            self._see(eqn)
 
     def of(self, atom: Any) -> np.ndarray | None:
         """Return a value, with size 1 of each dim along which all elements are equal."""
@@ -76,8 +86,7 @@ class KnownValues:
         value = np.asarray(atom.val)
         return value if value.ndim == 0 else None
 
-    def see(self, eqn: Any) -> None:
-        """Note the result of the next equation."""
+    def _see(self, eqn: Any) -> None:
         if len(eqn.outvars) != 1 or not isinstance(_dtype(eqn.outvars[0]), np.dtype):
             return
         table = self._made(eqn)
@@ -125,3 +134,31 @@ def _reshaped(
         first = made.take([0], dim)
         made = first if (made == first).all() else made
     return made
+
+
+def known_values(every: Sequence[Body]) -> dict[int, KnownValues]:
+    """Return the known values of each body of a step, by its index.
+
+    JAX moves what does not change out of a loop's body, which then has it as an operand.
+
+    Args:
+        every: the bodies, outer ones first.
+    """
+    found: dict[int, KnownValues] = {}
+    around = {id(eqn): body.index for body in every for eqn in body.eqns}
+    for body in every:
+        given: dict[Any, np.ndarray] = {}
+        if body.around and (outer := around.get(id(body.around[-1]))) is not None:
+            pairs = _operands(body.around[-1], body)
+            given = {v: table for v, w in pairs if (table := found[outer].of(w)) is not None}
+        found[body.index] = KnownValues(body.eqns, given)
+    return found
+
+
+def _operands(eqn: Any, body: Body) -> list[tuple[Any, Any]]:
+    """Return the operands of a body that do not change, and those of the equation around it."""
+    if eqn.primitive.name not in ("scan", *REMATS) or not body.eqns:
+        return []
+    (inner,) = compat.jaxprs_in(eqn)
+    count = compat.scan_counts(eqn)[0] if eqn.primitive.name == "scan" else len(eqn.invars)
+    return list(zip(inner.invars[:count], eqn.invars[:count], strict=True))

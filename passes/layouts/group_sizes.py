@@ -113,12 +113,9 @@ class GroupSizes:
             if not is_alike(self._known, updates, dim):
                 raise NotLocalError("sizes of groups are weighted")
             return local(eqn, (None, dim, dim), ("add",))
-        made = (
-            follow(eqn, given, BatchSplit(1, self._shards))
-            if any(d is not None for d in given)
-            else None
-        )
-        if made is None or len(eqn.outvars) != 1:
+        split, has_tokens = BatchSplit(1, self._shards), any(d is not None for d in given)
+        made = follow(eqn, given, split) if has_tokens else None
+        if made is None or len(made.results) != 1 or made.results[0] in ("max", "min"):
             raise NotLocalError(f"{eqn.primitive.name} computes sizes of groups")
         for var, dim, own in zip(eqn.invars, made.operands, given, strict=True):
             table = self._known.of(var)
@@ -162,11 +159,7 @@ class GroupSizes:
     def _is_expert(self, var: Any) -> bool:
         """Return whether a value is never negative: the number of a largest element."""
         maker = self._uses.maker(var)
-        while maker is not None and maker.primitive.name in (
-            "reshape",
-            "convert_element_type",
-            "copy",
-        ):
+        while maker is not None and maker.primitive.name in _ONE_BY_ONE:
             var, maker = maker.invars[0], self._uses.maker(maker.invars[0])
         if maker is None:
             return False

@@ -20,7 +20,7 @@ import numpy as np
 
 from jaxoverlap._jax import compat
 from jaxoverlap.passes.analysis.batch import BatchSplit, follow
-from jaxoverlap.passes.analysis.def_use import DefUse
+from jaxoverlap.passes.analysis.jaxprs import Body
 from jaxoverlap.passes.analysis.known import KnownValues, computed
 from jaxoverlap.passes.layouts.group_sizes import GroupSizes
 from jaxoverlap.passes.layouts.local_equations import (
@@ -43,12 +43,12 @@ class SortedValues:
         known: the body's known values.
     """
 
-    def __init__(self, eqns: Sequence[Any], outvars: Sequence[Any], start: int, shards: int):
+    def __init__(self, body: Body, known: KnownValues, start: int, shards: int):
         """Follow the values.
 
         Args:
-            eqns: the body's equations.
-            outvars: its results.
+            body: the body.
+            known: its known values.
             start: the index of the sort.
             shards: among how many devices the tokens are divided, in their order.
 
@@ -56,15 +56,14 @@ class SortedValues:
             NotLocalError: if a device cannot sort its own tokens alone.
         """
         self.local: dict[int, LocalEquation] = {}
-        self.known = KnownValues()
+        self.known, eqns = known, body.eqns
         self._shards = shards
         self._tokens: dict[Any, Tokens] = {}
         self._key = eqns[start].invars[0]
         (self._count,) = self._key.aval.shape
         self._split = BatchSplit(1, shards)
-        self._sizes = GroupSizes(self._key, DefUse(eqns, outvars), self.known, shards)
+        self._sizes = GroupSizes(self._key, body.uses, known, shards)
         for position, eqn in enumerate(eqns):
-            self.known.see(eqn)
             if position == start:
                 self.local[position] = self._start(eqn)
             elif self._depends(eqn.invars):
@@ -74,7 +73,7 @@ class SortedValues:
             for var, how in zip(eqn.outvars, self.local[position].results, strict=True):
                 if isinstance(how, Tokens):
                     self._tokens[var] = how
-        if self._depends(outvars):
+        if self._depends(body.outvars):
             raise NotLocalError("a value in the order of the sort is returned")
 
     # -- operands -----------------------------------------------------------------------------

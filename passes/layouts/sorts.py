@@ -22,10 +22,11 @@ from jax import lax
 from jax.sharding import Mesh, PartitionSpec
 
 from jaxoverlap._jax import compat, inlining
-from jaxoverlap.passes.analysis.def_use import DefUse
-from jaxoverlap.passes.analysis.jaxprs import Body, bodies, map_bodies
+from jaxoverlap.passes.analysis.jaxprs import Body, bodies, equations, map_bodies
+from jaxoverlap.passes.analysis.known import KnownValues, known_values
 from jaxoverlap.passes.analysis.mesh import explicit_axes, is_cpu
 from jaxoverlap.passes.edited import EditedStep, check_named, misfit
+from jaxoverlap.passes.keep import recompute
 from jaxoverlap.passes.keep.opened import opened
 from jaxoverlap.passes.layouts.layout import weights_of
 from jaxoverlap.passes.layouts.local_equations import (
@@ -37,35 +38,56 @@ from jaxoverlap.passes.layouts.local_equations import (
 from jaxoverlap.passes.layouts.local_equations import run as run_local
 from jaxoverlap.passes.layouts.sorted_values import SortedValues
 from jaxoverlap.passes.planning.entries import line_of
-from jaxoverlap.plan.edits import SortPerShard
+from jaxoverlap.plan.edits import Keep, Recompute, SortPerShard
 
 _COMBINE = {"add": lax.psum, "max": lax.pmax, "min": lax.pmin}
 
 
-def proposals(step: EditedStep) -> Iterator[tuple[SortPerShard, ...]]:
+def proposals(step: EditedStep) -> Iterator[tuple[Recompute | SortPerShard, ...]]:
     """Yield edits that sort per shard: over all axes of the batch, or those of its first dim."""
     if explicit_axes(step.mesh):
         return
-    every = [body for body in bodies(step.jaxpr) if not body.opaque and _has_sort(body.eqns)]
-    if not every:
+    if not _has_sort(step.jaxpr):
         return
-    jaxpr = opened(step.jaxpr)
     for axes in dict.fromkeys(_axes(step)):
-        if source := _source(jaxpr, _devices(axes, step.mesh)):
-            yield (SortPerShard(source=source, axes=axes),)
+        shards = _devices(axes, step.mesh)
+        for again in _recomputed(step, shards):
+            jaxpr = recompute.run(step, again).jaxpr if again else step.jaxpr
+            if source := _source(opened(jaxpr, remats=True), shards):
+                yield (*again, SortPerShard(source=source, axes=axes))
+
+
+def _recomputed(step: EditedStep, shards: int) -> Iterator[tuple[Recompute, ...]]:
+    """Yield what is recomputed first: nothing; and layers that save values in a sort's order."""
+    yield ()
+    every = [b for b in bodies(opened(step.jaxpr, remats=True)) if not b.opaque]
+    known = known_values(every)
+    saved = [
+        body
+        for body in every
+        if any(_is_scan(eqn) for eqn in body.around)
+        and any(eqn.primitive.name == "sort" for eqn in body.eqns)
+        and not _sorted(body, known[body.index], shards)
+    ]
+    if saved and not step.has(Recompute, Keep):
+        yield tuple(recompute.recomputations(step.jaxpr))
 
 
 def run(step: EditedStep, edits: Sequence[SortPerShard]) -> EditedStep:
     """Sort per shard what can be."""
-    jaxpr = opened(step.jaxpr)
+    jaxpr = opened(step.jaxpr, remats=True)
     for edit in edits:
         check_named(step.mesh, edit, edit.axes)
         shards = _devices(edit.axes, step.mesh)
         if _source(jaxpr, shards) != edit.source:
             raise misfit(edit, "the step has no such sorts, or other values depend on their order")
 
-        def visit(body: Body, shards: int = shards, axes: tuple[str, ...] = edit.axes) -> Any:
-            found = _sorted(body, shards)
+        known = known_values(bodies(jaxpr))
+
+        def visit(
+            body: Body, known: Any = known, shards: int = shards, axes: tuple[str, ...] = edit.axes
+        ) -> Any:
+            found = _sorted(body, known[body.index], shards)
             return _Emitted(body, found, shards, axes, step.mesh).eqns if found else None
 
         jaxpr = map_bodies(jaxpr, visit)
@@ -87,25 +109,27 @@ def _devices(axes: Sequence[str], mesh: Mesh) -> int:
     return math.prod(mesh.shape[axis] for axis in axes)
 
 
-def _has_sort(eqns: Sequence[Any]) -> bool:
-    return any(
-        eqn.primitive.name == "sort"
-        or (compat.is_plain_jit(eqn) and _has_sort(eqn.params["jaxpr"].eqns))
-        for eqn in eqns
-    )
+def _has_sort(jaxpr: Any) -> bool:
+    return any(eqn.primitive.name == "sort" for eqn, _ in equations(jaxpr))
+
+
+def _is_scan(eqn: Any) -> bool:
+    return eqn.primitive.name == "scan"
 
 
 def _source(jaxpr: Any, shards: int) -> str:
     """Return the lines of the sorts that devices can do alone."""
-    every = (
+    every = bodies(jaxpr)
+    known = known_values(every)
+    lines = (
         line_of(body.eqns[min(found.local)], body.around)
-        for body in bodies(jaxpr)
-        for found in _sorted(body, shards)
+        for body in every
+        for found in _sorted(body, known[body.index], shards)
     )
-    return ", ".join(dict.fromkeys(every))
+    return ", ".join(dict.fromkeys(lines))
 
 
-def _sorted(body: Body, shards: int) -> list[SortedValues]:
+def _sorted(body: Body, known: KnownValues, shards: int) -> list[SortedValues]:
     """Return what depends on the order of each sort of a body that devices can do alone."""
     found, seen = list[SortedValues](), set[int]()
     if body.opaque:
@@ -114,7 +138,7 @@ def _sorted(body: Body, shards: int) -> list[SortedValues]:
         if eqn.primitive.name != "sort" or position in seen or eqn.invars[0].aval.ndim != 1:
             continue
         try:
-            one = SortedValues(body.eqns, body.outvars, position, shards)
+            one = SortedValues(body, known, position, shards)
         except NotLocalError:
             continue
         if seen.isdisjoint(one.local):
@@ -140,7 +164,7 @@ class _Emitted:
     ):
         self.eqns: list[Any] = []
         self._uses, self._shards, self._mesh, self._axes = (
-            DefUse(body.eqns, body.outvars),
+            body.uses,
             shards,
             mesh,
             axes,

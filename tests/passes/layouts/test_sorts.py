@@ -18,7 +18,7 @@ from benchmarks.written.steps import POD, STEPS
 from jaxoverlap.hardware.pods import pod_mesh
 from jaxoverlap.passes.apply import apply
 from jaxoverlap.passes.layouts import sorts
-from jaxoverlap.plan.edits import SortPerShard
+from jaxoverlap.plan.edits import Recompute, SortPerShard
 from tests.support.edited import edited_of, evaluated, mesh_of
 from tests.support.pods import marked
 from tests.support.pods import pytestmark as pods
@@ -76,8 +76,8 @@ def stepped(layers, loop, slots, counts, joins, biased):
 
     def loss(ws, x):
         x = x.reshape(-1, WIDTH)
-        if loop == "scan":
-            x, _ = lax.scan(jax.checkpoint(layer), x, ws)
+        if loop in ("scan", "saved"):
+            x, _ = lax.scan(jax.checkpoint(layer) if loop == "scan" else layer, x, ws)
         else:
             for n in range(layers):
                 one = jax.checkpoint(layer) if loop == "remat" else layer
@@ -130,7 +130,7 @@ def compare(axes, layers, loop, slots, counts, joins, biased, wide):
 DRAWN = (
     st.sampled_from(MESHES),
     st.sampled_from([1, 2]),
-    st.sampled_from(["scan", "remat", ""]),
+    st.sampled_from(["scan", "saved", "remat", ""]),
     st.sampled_from([1, 2]),
     st.sampled_from(["bincount", "one_hot", "compared", "added", "sorted"]),
     st.sampled_from(["inverse", "where each went", "added", "set"]),
@@ -210,6 +210,11 @@ def test_sizes_that_do_not_count_what_is_sorted_are_seen(sizes):
         return lax.ragged_dot(x[order], w, sizes(experts, other).astype(jnp.int32)).sum(0)
 
     assert not proposed(step, TOKENS, NUMBERS, NUMBERS, WEIGHTS)
+
+
+def test_layers_that_save_sorted_values_are_recomputed():
+    (edits,) = compare(MESHES[0], 2, "saved", 2, "bincount", "inverse", False, None)
+    assert [type(edit) for edit in edits] == [Recompute, SortPerShard]
 
 
 def test_an_edit_of_another_step_is_an_error():
