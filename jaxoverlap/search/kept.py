@@ -175,6 +175,7 @@ def _offloading(
 
     Nothing else is kept then, as what is kept is chosen before.
     """
+    assert options.memory is not None
     if not (edits := saved(step.jaxpr)):
         return None
     try:
