@@ -1,6 +1,6 @@
 """Apply edits to a step, one kind after the other: `overlap(plan=)` is this and nothing else.
 
-    step --[DropTypes]--> --[Recompute]--> --[Keep]--> --[SortPerShard]-->
+    step --[DropTypes]--> --[Recompute]--> --[Keep]--> --[Offload]--> --[SortPerShard]-->
          --[StackMatrices]--> --[PinArgument, PinValue]-->
          --[GatherTable, Pin, PinResults]--> --[InterleaveColumns]--> --[MoveFirst]-->
          --[SumCarried]--> --[SplitBatch, Pin]--> --[ScatterLookup]--> --[MakeRing, ReadGathered]-->

@@ -17,6 +17,7 @@ from jaxoverlap.plan.edits import (
     DropTypes,
     Edit,
     Keep,
+    Offload,
     Recompute,
     SortPerShard,
     StackMatrices,
@@ -72,7 +73,7 @@ class EditedStep:
     @property
     def unpinned(self) -> EditedStep:
         """The step as its matmuls are numbered: before any pin or other edit of these."""
-        first = (DropTypes, Recompute, Keep, SortPerShard, StackMatrices)
+        first = (DropTypes, Recompute, Keep, Offload, SortPerShard, StackMatrices)
         return [s for s in self.stages if all(isinstance(edit, first) for edit in s.edits)][-1]
 
     @property

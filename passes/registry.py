@@ -9,7 +9,7 @@ from typing import Any
 from jaxoverlap.passes.edited import EditedStep
 from jaxoverlap.passes.evaluated import Evaluated, Proposal
 from jaxoverlap.passes.halves import halve, split_exchange
-from jaxoverlap.passes.keep import keep, recompute
+from jaxoverlap.passes.keep import keep, offload, recompute
 from jaxoverlap.passes.layouts import columns, matrices, moved_first, pins, sorts, tied, values
 from jaxoverlap.passes.rewriting import (
     carried_sums,
@@ -30,6 +30,7 @@ from jaxoverlap.plan.edits import (
     Keep,
     MakeRing,
     MoveFirst,
+    Offload,
     Pin,
     PinArgument,
     PinResults,
@@ -74,6 +75,7 @@ PASSES = (
     RegisteredPass("types dropped", (DropTypes,), drop_types.run),
     RegisteredPass("layers recomputed", (Recompute,), recompute.run),
     RegisteredPass("values kept", (Keep,), keep.run),
+    RegisteredPass("values offloaded", (Offload,), offload.run),
     RegisteredPass("sorts per shard", (SortPerShard,), sorts.run),
     RegisteredPass("matrices stacked", (StackMatrices,), matrices.run),
     RegisteredPass("values pinned", (PinArgument, PinValue), values.run),

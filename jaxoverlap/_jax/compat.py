@@ -153,6 +153,16 @@ def in_host_memory(atom: Any) -> bool:
     return space == jax.memory.Space.Host
 
 
+def host_var(var: Any) -> Any:
+    """A new variable of the same type, in the host's memory."""
+    return core.Var(var.aval.update(memory_space=jax.memory.Space.Host))
+
+
+def has_numbers(var: Any) -> bool:
+    """Return whether a value is an array of numbers; keys of random numbers are not."""
+    return not jax.numpy.issubdtype(var.aval.dtype, jax.dtypes.extended)
+
+
 def like_var(var: Any) -> Any:
     """A new variable of the same type."""
     return core.Var(var.aval)
@@ -478,6 +488,24 @@ def source_line(eqn: JaxprEqn) -> tuple[str, int, str]:
     if frame is None:
         return "<unknown>", 0, ""
     return frame.file_name, frame.start_line, frame.function_name
+
+
+def to_host(value: Any) -> list[Any]:
+    """A value in the host's memory; to trace it by `inlining.inline`."""
+    return [jax.device_put(value, jax.memory.Space.Host)]
+
+
+def to_device(value: Any) -> list[Any]:
+    """A value of the host's memory on the device; to trace it by `inlining.inline`."""
+    return [jax.device_put(value, jax.memory.Space.Device)]
+
+
+def zeros_like(var: Any) -> Any:
+    """An array of zeros of a variable's type."""
+    aval = var.aval
+    mesh = aval.sharding.mesh
+    stated = None if mesh.empty or not mesh._any_axis_explicit else aval.sharding
+    return jax.numpy.zeros(aval.shape, aval.dtype, out_sharding=stated)
 
 
 def barrier(value: Any) -> list[Any]:

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import io
+import os
 import re
 import warnings
 from collections.abc import Iterable, Iterator, Sequence
 from contextvars import ContextVar
+from importlib.util import find_spec
 from pathlib import Path, PurePath
 
 from rich import box
@@ -98,5 +100,8 @@ def first_line(error: BaseException, most: int = 300) -> str:
 
 
 def warn(message: str) -> None:
-    """Warn at the user's line, however deep in this package it shows."""
-    warnings.warn(message, skip_file_prefixes=(str(Path(__file__).parents[1]),))
+    """Warn at the user's line, however deep in this package, JAX, flax or equinox it shows."""
+    found = (find_spec(name) for name in ("jax", "flax", "equinox"))
+    libraries = [one.origin for one in found if one is not None and one.origin]
+    folders = [Path(__file__).parents[1], *(Path(file).parent for file in libraries)]
+    warnings.warn(message, skip_file_prefixes=tuple(f"{folder}{os.sep}" for folder in folders))

@@ -18,6 +18,7 @@ from jaxoverlap._jax import fused_attention, jits
 from jaxoverlap._jax.jit_wrappers import arguments_reach, find_jit, jitted_alone
 from jaxoverlap._util.progress import working
 from jaxoverlap._util.text import warn
+from jaxoverlap.api.described import described
 from jaxoverlap.hardware import hosts
 from jaxoverlap.hardware.pods import capability_of, is_pod
 from jaxoverlap.passes.analysis.errors import own_faults
@@ -122,6 +123,11 @@ class Overlapped:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the step."""
         return self._wrapped_jit.around(self._run)(*args, **kwargs)
+
+    def __repr__(self) -> str:
+        """Return what the step became, for each signature that it was called with."""
+        name = getattr(self._fn, "__name__", type(self._fn).__name__)
+        return described(name, self._seen.values(), self.trials)
 
     def explain(self, *args: Any, **kwargs: Any) -> Plan:
         """Return the plan for each matmul, for arguments like these; print it.

@@ -60,13 +60,14 @@ class _Commands(TyperGroup):
 
 
 class _Command(TyperCommand):
-    """A command that names all that is missing in its line, and not the first alone."""
+    """A command that names all that its line lacks, without pydantic's prefix."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         given = [*args]  # the parser takes words off the list
         try:
             return super().parse_args(ctx, args)
         except typer.BadParameter as error:
+            error.message = error.message.removeprefix("Value error, ")  # pydantic's, not typer's
             values, *_ = self.make_parser(ctx).parse_args(given)
             required = [p for p in self.params if p.required]
             missing = [p for p in required if not isinstance(values.get(p.name), str)]
@@ -74,6 +75,13 @@ class _Command(TyperCommand):
                 raise
             named = "".join(f"\n  {p.opts[0]}: {getattr(p, 'help', '')}" for p in missing)
             raise UsageError(f"Missing:{named}", ctx) from error
+
+
+class _Elapsed(logging.Formatter):
+    """Puts the seconds since the command began before each stage."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        return f"[{record.relativeCreated / 1e3:3.0f} s] {super().format(record)}"
 
 
 def _message(error: Exception) -> str:
@@ -121,7 +129,8 @@ def main() -> None:
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")  # read when jaxlib is imported
     if not sys.stderr.isatty():  # a terminal has a line that says what is being done
         log = logging.getLogger("jaxoverlap")
-        log.addHandler(logging.StreamHandler())
+        log.addHandler(handler := logging.StreamHandler())
+        handler.setFormatter(_Elapsed())
         log.setLevel(logging.INFO)
     with ends_on_interrupt("interrupted; results that were complete are cached"):
         app(prog_name="jaxoverlap")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import sys
 from collections.abc import Iterator
@@ -95,11 +96,19 @@ def _devices() -> Iterator[Fact]:
 
     from jaxoverlap.hardware.cluster import chips
 
+    failures = PluginFailures()
+    plugins = logging.getLogger("jax._src.xla_bridge")  # logs why one cannot start, as a traceback
+    plugins.addFilter(failures)
     try:
         devices = jax.local_devices()
     except RuntimeError as error:
         yield Fact("devices", "none", f"JAX finds no backend: {error}")
         return
+    finally:
+        plugins.removeFilter(failures)
+    for why in failures.found:
+        problem = why if _has_gpu() else ""
+        yield Fact("GPU plugin", f"compiles for pods, cannot run here: {why}", problem)
     kinds = sorted({d.device_kind for d in devices})
     yield Fact("devices", f"{len(devices)} x {', '.join(kinds)}")
     wanted = os.environ.get("JAX_PLATFORMS")
@@ -110,6 +119,31 @@ def _devices() -> Iterator[Fact]:
         if devices[0].platform != "cpu" and kind not in known:
             what = "no cost table: trial steps choose, or no rings are made (docs/add-a-chip.md)"
             yield Fact("chip", kind, what)
+
+
+class PluginFailures(logging.Filter):
+    """Records the errors that a logger would show as tracebacks.
+
+    Attributes:
+        found: the errors, a line each.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: list[str] = []
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        """Return whether a record is no error that was raised."""
+        error = record.exc_info and record.exc_info[1]
+        if not error:
+            return True
+        self.found.append(" ".join(str(error).split()))
+        return False
+
+
+def _has_gpu() -> bool:
+    """Return whether NVIDIA's driver shows a GPU on this machine."""
+    return os.path.exists("/dev/nvidia0")
 
 
 def _hosts() -> Iterator[Fact]:

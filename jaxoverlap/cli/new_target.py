@@ -20,6 +20,8 @@ class Style(StrEnum):
 
     PLAIN = "plain"
     NNX = "nnx"
+    LINEN = "linen"
+    EQUINOX = "equinox"
 
 
 @command
@@ -27,7 +29,7 @@ def new_target(
     file: Annotated[Path, typer.Argument(help="The file to write, as in mine.py.")],
     *,
     style: Annotated[
-        Style, typer.Option(help="plain: functions and dicts. nnx: flax nnx and optax.")
+        Style, typer.Option(help="The library of the step: plain is functions and dicts.")
     ] = Style.PLAIN,
     json: Json = False,
 ) -> int:

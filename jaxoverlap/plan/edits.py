@@ -91,6 +91,30 @@ class Keep(_Edit, frozen=True, kw_only=True):
         return f"keep {self.value} of {self.source}{named}{layers}{size}"
 
 
+class Offload(_Edit, frozen=True, kw_only=True):
+    """A value that the forward pass saves waits in the host's memory for the backward pass.
+
+    Attributes:
+        source, name: the line that computes it, and its checkpoint name, if it has one.
+        value: its type.
+        places: what stacks it: the number of the jaxpr, outer ones first in the step with its jits
+            opened, the index of a scan there, and of a result of that; one for each equal loop.
+        bytes_offloaded: what a device copies to its host's memory, in all; 0 where not known.
+    """
+
+    source: str
+    name: str = ""
+    value: str
+    places: Annotated[tuple[tuple[int, int, int], ...], msgspec.Meta(min_length=1)]
+    bytes_offloaded: int = 0
+
+    def __str__(self) -> str:
+        named = f" ({self.name})" if self.name else ""
+        size = f", {human_bytes(self.bytes_offloaded)}" if self.bytes_offloaded else ""
+        loops = f" of {len(self.places)} loops" if len(self.places) > 1 else ""
+        return f"offload {self.value} of {self.source}{named}{loops}{size} to the host"
+
+
 class StackMatrices(_Edit, frozen=True, kw_only=True):
     """Devices compute unsharded matrices of an optimizer in turn: these are stacked.
 
@@ -538,7 +562,7 @@ class ShareViews(_Edit, frozen=True, kw_only=True):
 
 
 Edit = (
-    DropTypes | Recompute | Keep | SortPerShard | StackMatrices | PinArgument | PinValue
+    DropTypes | Recompute | Keep | Offload | SortPerShard | StackMatrices | PinArgument | PinValue
     | GatherTable | Pin | PinResults | InterleaveColumns | MoveFirst | SumCarried | SplitBatch
     | ScatterLookup | ReadGathered | MakeRing | GatherAhead | TransformPerShard | SumLate
     | SplitExchange | ShareViews
@@ -550,6 +574,7 @@ ORDER: tuple[tuple[type[_Edit], ...], ...] = (
     (DropTypes,),
     (Recompute,),
     (Keep,),
+    (Offload,),
     (SortPerShard,),
     (StackMatrices,),
     (PinArgument, PinValue),
@@ -567,7 +592,7 @@ ORDER: tuple[tuple[type[_Edit], ...], ...] = (
     (SplitExchange,),
     (ShareViews,),
 )
-_AFTER_SPLIT = 11
+_AFTER_SPLIT = 12
 LAYOUTS = tuple(kind for kinds in ORDER[: _AFTER_SPLIT - 1] for kind in kinds)
 """The kinds of edits that come before a batch split and before rings."""
 REPAIRS = (SortPerShard, StackMatrices, PinArgument, PinValue, InterleaveColumns, SumCarried)

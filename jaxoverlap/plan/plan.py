@@ -34,8 +34,10 @@ from jaxoverlap.plan.edits import (
     Edit,
     Keep,
     MakeRing,
+    Offload,
     Pin,
     PinResults,
+    Recompute,
     SplitBatch,
     SplitExchange,
     SumLate,
@@ -223,7 +225,8 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
             keeps: whether it keeps what this one keeps.
         """
         why = Reason("skipped", "the original step is faster")
-        kept = tuple(edit for edit in self.edits if isinstance(edit, Keep)) if keeps else ()
+        of_memory = (edit for edit in self.edits if isinstance(edit, Recompute | Keep | Offload))
+        kept = tuple(of_memory) if keeps else ()
         before = (edit for edit in self.edits if isinstance(edit, DropTypes | PinResults))
         return msgspec.structs.replace(
             self,

@@ -11,13 +11,14 @@ from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-import msgspec
+from msgspec.structs import replace as replaced
 
 from jaxoverlap._util.text import human_bytes
 from jaxoverlap.hardware.cluster import Cluster
 from jaxoverlap.passes.analysis.errors import RewriteError, UserError
 from jaxoverlap.passes.apply import apply
 from jaxoverlap.passes.edited import EditedStep
+from jaxoverlap.passes.keep.offload import offloads, saved
 from jaxoverlap.passes.keep.propose import Remats, Selection
 from jaxoverlap.passes.keep.recompute import recomputations
 from jaxoverlap.passes.layouts.memory import estimated_peak_bytes
@@ -30,7 +31,7 @@ from jaxoverlap.step.context import StepContext
 from jaxoverlap.step.options import Options, memory_text
 
 _LAYERS = (1, 2, 4)  # that are recomputed as one
-_SELECTIONS = 4  # that are partitioned, less where several ways to recompute were
+_SELECTIONS = 5  # that are partitioned, less where several ways to recompute were
 _LEAST = 0.02  # the share of the bytes that are missing that recomputing has to free
 _OFFERED = 0.9  # the share of the device's memory that explain() asks about
 _MORE = 1.05  # times the bytes that a compiled step needs too many: others may change as well
@@ -38,9 +39,17 @@ _MORE = 1.05  # times the bytes that a compiled step needs too many: others may 
 
 @dataclass(frozen=True)
 class _Row:
-    """A selection that was estimated."""
+    """A selection that was estimated.
+
+    Attributes:
+        selection: the values.
+        edits: those that keep them, and that offload some of them.
+        step_s, peak_bytes: as estimated.
+        why_not: why it cannot be; empty if it can.
+    """
 
     selection: Selection
+    edits: tuple[Edit, ...]
     step_s: float
     peak_bytes: int
     why_not: str
@@ -113,6 +122,9 @@ def _found(step: StepContext, options: Options) -> tuple[tuple[Edit, ...], tuple
     if room >= 0:
         return _chosen(step, options, budget, room, _SELECTIONS)
     smaller, freed, asked = _recomputing(step, -room)
+    last_resort = freed + room < 0 and not cost.on_cpus and not options.keep
+    if last_resort and (found := _offloading(smaller, options)) is not None:
+        return found
     if smaller is step:
         return _chosen(step, options, budget, 0.0, _SELECTIONS)
     as_written, again = (one.estimate(one.plain).step_s for one in (step, smaller))
@@ -147,7 +159,7 @@ def _recomputing(step: StepContext, missing: float) -> tuple[StepContext, int, i
         if less > max(freed, _LEAST * missing):
             sizes = [edit.bytes_freed for edit in edits]
             sized = [
-                msgspec.structs.replace(edit, bytes_freed=int(less * size / sum(sizes)))
+                replaced(edit, bytes_freed=int(less * size / sum(sizes)))
                 for edit, size in zip(edits, sizes, strict=True)
             ]
             best, freed = replace(smaller, edited=apply(step.edited, sized)), less
@@ -156,9 +168,40 @@ def _recomputing(step: StepContext, missing: float) -> tuple[StepContext, int, i
     return best, freed, len(asked)
 
 
+def _offloading(
+    step: StepContext, options: Options
+) -> tuple[tuple[Edit, ...], tuple[str, ...]] | None:
+    """Offload all that scans save of a step that does not fit; None where that frees nothing.
+
+    Nothing else is kept then, as what is kept is chosen before.
+    """
+    assert options.memory is not None
+    if not (edits := saved(step.jaxpr)):
+        return None
+    try:
+        less = estimated_peak_bytes(step.plain.module) - estimated_peak_bytes(
+            step.partitioned(apply(step.edited, edits).jaxpr, ask=False).module
+        )
+    except RewriteError:
+        return None
+    if less <= 0:
+        return None
+    sizes = [edit.bytes_offloaded for edit in edits]
+    sized = [
+        replaced(edit, bytes_offloaded=int(less * size / sum(sizes)))
+        for edit, size in zip(edits, sizes, strict=True)
+    ]
+    note = (
+        f"memory={memory_text(options.memory)} offloads what scans save, as the step needs more "
+        f"memory however much is recomputed: {human_bytes(less)} less."
+    )
+    own = (*(e for e in step.edited.edits if isinstance(e, Recompute)), *sized)
+    return own, (note, *(f"  {edit}." for edit in own))
+
+
 def _chosen(
     step: StepContext, options: Options, budget: float, room: float, most: int
-) -> tuple[tuple[Keep, ...], tuple[str, ...]]:
+) -> tuple[tuple[Edit, ...], tuple[str, ...]]:
     """Choose the values to keep in some bytes more than the step keeps, and note why."""
     assert step.cost is not None and options.memory is not None
     before_s = step.estimate(step.plain).step_s
@@ -173,12 +216,14 @@ def _chosen(
         if remats.always:
             return remats.forced, (f"Kept by keep=, and nothing else: {why}.",)
         return (), (f"memory={memory_text(options.memory)} keeps nothing more: {why}.",)
+    moved = sum(best.selection.offloaded.values())
+    offloads = f" and offloads {human_bytes(moved)} to the host" if moved else ""
     note = (
-        f"memory={memory_text(options.memory)} keeps {human_bytes(best.selection.bytes)} more: "
-        f"{milliseconds(before_s)} -> {milliseconds(best.step_s)} (estimated), about "
+        f"memory={memory_text(options.memory)} keeps {human_bytes(best.selection.bytes)} more"
+        f"{offloads}: {milliseconds(before_s)} -> {milliseconds(best.step_s)} (estimated), about "
         f"{human_bytes(best.peak_bytes)} of {human_bytes(budget)}."
     )
-    return best.selection.edits, (note, *(f"  {edit}." for edit in best.selection.edits))
+    return best.edits, (note, *(f"  {edit}." for edit in best.edits))
 
 
 def _selected(
@@ -187,7 +232,8 @@ def _selected(
     """Return the fastest of at most so many selections of values, and why others are none."""
     assert step.cost is not None
     prices = remats.prices(step.partitioned, step.estimate, step.cost)
-    some = itertools.islice(remats.selections(prices, room), most)
+    on_gpus = not step.cost.on_cpus
+    some = itertools.islice(remats.selections(prices, room, offload=on_gpus), most)
     rows = [_estimated(step, one, budget) for one in some]
     why = next((row.why_not for row in rows if row.why_not), "no value saves enough time")
     fit = (row for row in rows if not row.why_not)
@@ -197,16 +243,35 @@ def _selected(
 def _estimated(step: StepContext, selection: Selection, budget: float) -> _Row:
     """Partition and estimate the step with a selection."""
     try:
-        program = step.partitioned(apply(step.edited, selection.edits).jaxpr, ask=False)
+        edited = _applied(step.edited, selection)
+        program = step.partitioned(edited.jaxpr, ask=False)
     except RewriteError as error:
-        return _Row(selection, 0.0, 0, str(error))
+        return _Row(selection, (), 0.0, 0, str(error))
     peak = estimated_peak_bytes(program.module)
     why_not = changed(step.plain, program)
     if not why_not and peak > budget:
         why_not = f"it would need about {human_bytes(peak)} of {human_bytes(budget)}"
     step_s = step.estimate(program).step_s
     program.forget()
-    return _Row(selection, step_s, peak, why_not)
+    own = edited.edits[len(step.edited.edits) :]
+    return _Row(selection, own, step_s, peak, why_not)
+
+
+def _applied(step: EditedStep, selection: Selection) -> EditedStep:
+    """Return a step with a selection.
+
+    Raises:
+        RewriteError: if a value cannot be offloaded.
+    """
+    step = apply(step, selection.edits)
+    if not selection.offloaded:
+        return step
+    moved = [selection.edits[n] for n in selection.offloaded]
+    edits = offloads(step, moved)
+    if len(edits) < len(moved):
+        raise RewriteError("a value that was to be offloaded is no stack that one scan reads")
+    sized = zip(edits, selection.offloaded.values(), strict=True)
+    return apply(step, [replaced(edit, bytes_offloaded=size) for edit, size in sized])
 
 
 def room_left(edits: Sequence[Any], excess: float) -> int:

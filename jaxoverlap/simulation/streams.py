@@ -25,6 +25,7 @@ from dataclasses import replace
 from jaxoverlap.flags.extract import flags_in
 from jaxoverlap.simulation import hlo
 from jaxoverlap.simulation.device_groups import parties
+from jaxoverlap.simulation.host_copies import KINDS
 from jaxoverlap.simulation.schedule import Collective
 
 MULTI_STREAMING = "xla_gpu_experimental_enable_collective_multi_streaming"
@@ -74,6 +75,8 @@ def apart(
 ) -> dict[int, frozenset[int]]:
     """Map each start to the starts that XLA's scheduler keeps from running concurrently.
 
+    Copies from and to the host's memory wait for no other device.
+
     Two on different streams that share more than one device could wait for each other for ever:
     NCCL's kernels may begin in one order on one device and in the other on the next. Those along
     two axes of a mesh share one device.
@@ -88,7 +91,8 @@ def apart(
         The indices of the starts that each instruction must not meet, by its index.
     """
     positions = {
-        position: {(c.stream, c.groups) for c in cs} for position, cs in enumerate(asynchronous)
+        position: {(c.stream, c.groups) for c in cs if c.kind not in KINDS}
+        for position, cs in enumerate(asynchronous)
     }
     ways = {way for mine in positions.values() for way in mine}
     clashing = {way: {other for other in ways if _clash(way, other, num_devices)} for way in ways}

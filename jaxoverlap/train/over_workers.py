@@ -64,6 +64,11 @@ class OverWorkers(ABC):
         self._programs = self._loop.programs if self._loop else Programs()
         self._fitting: Hashable = None  # the shapes of the last state that was checked
 
+    def __repr__(self) -> str:
+        """Return the kind of training, its workers and how their averages are compressed."""
+        sent = "averages uncompressed" if self.sync is None else f"averages by {self.sync}"
+        return f"{type(self).__name__}: {self.workers} workers along {self.axis}, {sent}"
+
     @property
     def workers(self) -> int:
         """Return how many workers there are."""

@@ -25,6 +25,7 @@ from jaxoverlap.passes.analysis.errors import RewriteError
 from jaxoverlap.passes.analysis.jaxprs import Body, map_bodies
 from jaxoverlap.passes.analysis.matmul_collectives import TAG, TURNED
 from jaxoverlap.simulation import hlo
+from jaxoverlap.simulation.host_memory import with_host_memory
 
 _ALIAS = re.compile(r"\{([\d, ]*)\}: \((\d+), \{")
 _RESHARDS = ("sharding_constraint", "reshard")
@@ -81,7 +82,7 @@ class SpmdProgram:
     @functools.cached_property
     def module(self) -> hlo.Module:
         """The partitioned module, in the order of its text: it is not scheduled yet."""
-        return hlo.parse_partitioned(self.text, self.num_devices)
+        return with_host_memory(hlo.parse_partitioned(self.text, self.num_devices))
 
     def forget(self) -> None:
         """Drop the parsed module, which takes many times the text's memory, until it is read."""

@@ -31,6 +31,8 @@ from jaxoverlap.passes.estimation.tasks import Flight, Problem, Task
 from jaxoverlap.plan.collectives import OPCODES, PERMUTE
 from jaxoverlap.simulation import hlo
 from jaxoverlap.simulation.audit import Collective, collectives
+from jaxoverlap.simulation.host_copies import KINDS
+from jaxoverlap.simulation.host_memory import copied
 from jaxoverlap.simulation.replay import group_of
 from jaxoverlap.simulation.streams import stream
 from jaxoverlap.simulation.timeline import NETWORK, NVLINK
@@ -41,7 +43,8 @@ _LEADS: tuple[tuple[float, Turn], ...] = (
 )
 # A gather that needs one of these is not ready when its computation begins.
 _LATE = (*hlo.CONTROL_FLOW, *OPCODES, "dot", "convolution", "custom-call", "sort", "scatter")
-_RULES = tuple(Rule({NVLINK: a, NETWORK: a}, turn, 8, 1 << 62) for a, turn in _LEADS)
+_HOST_LEADS = dict.fromkeys(KINDS, math.inf)  # a copy takes no other link's turn
+_RULES = tuple(Rule({NVLINK: a, NETWORK: a, **_HOST_LEADS}, turn, 8, 1 << 62) for a, turn in _LEADS)
 
 
 @dataclass(frozen=True)
@@ -146,6 +149,13 @@ class _Estimator:
                     slowed_s += flight.seconds * sms / self._cost.cluster.chip.num_sms
                 if transposed := sum(transposed_bytes(one, kernels) for one in group):
                     tasks.append(Task((len(tasks) - 1,), seconds=self._cost.memory_s(transposed)))
+            elif (lane := copied(i)) is not None:
+                flights[len(tasks)] = i.name
+                size = hlo.shape_bytes(i.shape)
+                copy_s, _ = self._cost.host_copy(size)
+                slowed_s += self._cost.memory_s(size)
+                tasks.append(Task(needs, flight=Flight(lane, copy_s)))
+                tasks.append(Task((len(tasks) - 1,), awaits=len(tasks) - 1))
             elif i.opcode in hlo.CONTROL_FLOW:
                 inner = self._called(i)
                 total = _added(total, replace(inner, step_s=0.0, compute_s=0.0))

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 from jaxoverlap.cost.kernels import KernelWork
 from jaxoverlap.plan.collectives import OPCODES
 from jaxoverlap.simulation import hlo
-from jaxoverlap.simulation.hlo_work import work
+from jaxoverlap.simulation.hlo_work import HOST_SPACE, work
 
 _FREE = (
     *("parameter", "constant", "get-tuple-element", "tuple", "bitcast", "reshape", "opt-barrier"),
@@ -44,7 +44,9 @@ class Kernels:
 
     def work(self, i: hlo.Instruction) -> KernelWork:
         """Return the work of an instruction's kernel; none where it is part of another's."""
-        if i.opcode in _FREE or _LAYOUT in i.line or self.transposed_by_matmul(i):
+        if i.opcode in _FREE or _LAYOUT in i.line or HOST_SPACE in i.shape:
+            return KernelWork()
+        if self.transposed_by_matmul(i):
             return KernelWork()
         if i.opcode in _OWN_KERNELS:
             return work(self._module, i, self._shapes)

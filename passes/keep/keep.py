@@ -30,7 +30,7 @@ from jaxoverlap.plan.edits import Keep
 
 
 def run(step: EditedStep, edits: Sequence[Keep]) -> EditedStep:
-    """Keep the values that edits name."""
+    """Keep the values that edits name; `EditedStep.facts` has the stacks (`_Keeping.stacked`)."""
     jaxpr = opened(step.jaxpr)
     remats = remats_of(jaxpr)
     wanted: dict[int, set[Any]] = {}
@@ -43,7 +43,8 @@ def run(step: EditedStep, edits: Sequence[Keep]) -> EditedStep:
     keeping = _Keeping()
     for number, values in wanted.items():
         keeping.add(remats[number], values)
-    return step.to(compat.without_dead(keeping.jaxpr(jaxpr)))
+    jaxpr = compat.without_dead(keeping.jaxpr(jaxpr))
+    return step.to(jaxpr, {Keep: keeping.stacked(remats, edits)})
 
 
 def _value(edit: Keep, remat: Remat, position: int, output: int) -> Any:
@@ -98,6 +99,16 @@ class _Keeping:
         inside = compat.like_var(source.var)
         brought[inside] = given
         return inside
+
+    def stacked(self, remats: Sequence[Remat], edits: Sequence[Keep]) -> dict[Any, Any]:
+        """Return the new stacks, by the number of a remat, of an equation and of a result there."""
+        found = dict[Any, Any]()
+        for number, position, output in (place for edit in edits for place in edit.places):
+            source = remats[number].sources[remats[number].body.eqns[position].outvars[output]]
+            if source.scan is not None:
+                stack = self.stacks[id(source.scan)][source.var]
+                found[number, position, output] = stack
+        return found
 
     def jaxpr(self, jaxpr: Any) -> Any:
         """Return a body with all that its equations get."""

@@ -10,7 +10,7 @@ is not saved. Element-wise operations on kept values run again, as kernels do th
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -37,6 +37,8 @@ _CHEAP_PRIMITIVES = """
 """
 _CHEAP = frozenset(_CHEAP_PRIMITIVES.split())
 _KEPT_PASSES = 3  # over a kept value's bytes: it is read and written once, and read again
+_OFFLOADED_PASSES = 5  # likewise, and what the scan carries is copied once
+_AHEAD = 2  # steps of a scan whose offloaded values are on the device
 Place = tuple[int, int, int]
 """The number of a remat, of an equation in it, and of a result of that."""
 
@@ -50,7 +52,11 @@ class Priced:
         seconds: of each instruction in a step, with its waits.
         values: the instruction of each value that may be kept.
         bytes: what a device keeps of it, in all.
-        keeping_s: the seconds that keeping it takes.
+        keeping_s, offloading_s: the seconds of the device's memory that either takes.
+        ahead_bytes: what a device holds of it if it is offloaded: the values of two steps.
+        copy_s: the seconds that the host's link needs for it, in each direction.
+        hiding_s: the seconds of compute that such copies hide behind: those of the forward pass,
+            which are about those of computing all values again. The backward pass takes longer.
     """
 
     needs: tuple[tuple[int, ...], ...]
@@ -59,6 +65,10 @@ class Priced:
     values: Mapping[Place, int]
     bytes: Mapping[Place, int]
     keeping_s: Mapping[Place, float]
+    offloading_s: Mapping[Place, float]
+    ahead_bytes: Mapping[Place, int]
+    copy_s: Mapping[Place, float]
+    hiding_s: float
 
 
 def is_cheap(eqn: Any) -> bool:
@@ -142,12 +152,12 @@ def priced(
             return cost.kernel_s(cost.known(kernels.work(i)))
 
         sizes = {place: hlo.shape_bytes(body[at].shape) for place, at in values.items()}
+        needs = tuple(tuple(positions[o.partition("#")[0]] for o in i.operands) for i in body)
+        own_s = tuple(times * seconds(i) for i in body)
         found.append(
             Priced(
-                needs=tuple(
-                    tuple(positions[o.partition("#")[0]] for o in i.operands) for i in body
-                ),
-                seconds=tuple(times * seconds(i) for i in body),
+                needs=needs,
+                seconds=own_s,
                 ends=tuple(at for at, i in enumerate(body) if i.is_root),
                 values=values,
                 bytes={place: size * runs[place[0]] for place, size in sizes.items()},
@@ -155,8 +165,25 @@ def priced(
                     place: times * cost.memory_s(_KEPT_PASSES * size)
                     for place, size in sizes.items()
                 },
+                offloading_s={
+                    place: times * cost.memory_s(_OFFLOADED_PASSES * size)
+                    for place, size in sizes.items()
+                },
+                ahead_bytes={place: _AHEAD * size for place, size in sizes.items()},
+                copy_s={place: times * cost.host_copy(size)[0] for place, size in sizes.items()},
+                hiding_s=sum(own_s[at] for at in _needed(needs, values.values())),
             )
         )
+    return found
+
+
+def _needed(needs: Sequence[Sequence[int]], results: Iterable[int]) -> set[int]:
+    """Return the instructions that results are computed by."""
+    found, stack = set[int](), [*results]
+    while stack:
+        if (at := stack.pop()) not in found:
+            found.add(at)
+            stack += needs[at]
     return found
 
 

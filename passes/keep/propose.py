@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+import functools
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 from jaxoverlap.cost.model import CostModel
 from jaxoverlap.passes.analysis.partitioned import SpmdProgram
 from jaxoverlap.passes.estimation.estimate import Estimate
-from jaxoverlap.passes.keep.choose import chosen
+from jaxoverlap.passes.keep.choose import SavedValues, chosen
 from jaxoverlap.passes.keep.opened import opened
-from jaxoverlap.passes.keep.price import Priced, priced, with_barriers
+from jaxoverlap.passes.keep.price import Place, Priced, priced, with_barriers
 from jaxoverlap.passes.keep.remats import Remat, remats_of
 from jaxoverlap.passes.keep.values import Recomputed, named, recomputed
 from jaxoverlap.plan.edits import Keep
@@ -19,7 +20,8 @@ from jaxoverlap.plan.edits import Keep
 # A collective that hides costs the kernels less than its seconds, and where one goes, another may
 # hide: what to keep is chosen with none and with all of them, and the estimate decides.
 _HIDDEN = (0.0, 1.0)
-_ROOMS = (1.0, 0.5)  # shares of the memory that is left; keeping more may not pay
+# Shares of the memory that is left, as keeping more may not pay; and whether values are offloaded.
+_ROOMS = ((1.0, False), (1.0, True), (0.5, False))
 
 
 @dataclass(frozen=True)
@@ -29,10 +31,12 @@ class Selection:
     Attributes:
         edits: the edits that keep them.
         bytes: what a device keeps.
+        offloaded: the bytes of each edit whose value is to be offloaded, by its index.
     """
 
     edits: tuple[Keep, ...]
     bytes: int
+    offloaded: Mapping[int, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -81,18 +85,59 @@ class Remats:
         estimate = estimated(program)
         return [priced(program.module, cost, estimate, self.remats, share) for share in _HIDDEN]
 
-    def selections(self, prices: Sequence[Sequence[Priced]], room: float) -> Iterator[Selection]:
-        """Yield a few selections that keep at most so many bytes."""
+    def selections(
+        self, prices: Sequence[Sequence[Priced]], room: float, *, offload: bool = False
+    ) -> Iterator[Selection]:
+        """Yield a few selections that keep at most so many bytes.
+
+        Args:
+            prices: of what is computed again, by each share of hidden collectives.
+            room: the bytes.
+            offload: whether values may be offloaded to the host's memory.
+        """
         groups = {place: n for n, one in enumerate(self.values) for place in one.alike}
-        sizes = [0] * len(self.values)
-        for one in prices[0]:
-            for place, size in one.bytes.items():
-                sizes[groups[place]] += size
-        seen = set[frozenset[int]]()
-        for share in _ROOMS:
+        seen = set[SavedValues]()
+        for share, may in _ROOMS:
             for computations in prices:
-                kept = chosen(computations, groups, room * share, self.always, self.never)
-                if kept not in seen:
-                    seen.add(kept)
-                    edits = tuple(self.values[n].edit(sizes[n]) for n in sorted(kept))
-                    yield Selection(edits, sum(edit.bytes_kept for edit in edits))
+                some = self._offloadable if may and offload else ()
+                found = chosen(computations, groups, room * share, self.always, self.never, some)
+                if found not in seen:
+                    seen.add(found)
+                    yield self._selection(found, prices[0], groups)
+
+    @functools.cached_property
+    def _offloadable(self) -> frozenset[int]:
+        """The values that scans alone compute again, each of what an earlier scan can stack."""
+        return frozenset(
+            n
+            for n, value in enumerate(self.values)
+            if all(_is_stacked(self.remats[place[0]], place) for place in value.alike)
+        )
+
+    def _selection(
+        self, found: SavedValues, prices: Sequence[Priced], groups: Mapping[Place, int]
+    ) -> Selection:
+        kept, ahead = ([0] * len(self.values) for _ in range(2))
+        for one in prices:
+            for place, size in one.bytes.items():
+                kept[groups[place]] += size
+                ahead[groups[place]] += one.ahead_bytes[place]
+        decided = sorted(found.kept | found.offloaded)
+        edits = tuple(
+            self.values[n].edit(ahead[n] if n in found.offloaded else kept[n]) for n in decided
+        )
+        moved = {at: kept[n] for at, n in enumerate(decided) if n in found.offloaded}
+        return Selection(edits, sum(edit.bytes_kept for edit in edits), moved)
+
+
+def _is_stacked(remat: Remat, place: Place) -> bool:
+    """Return whether a scan stacks a value for the scan that its remat is in, backwards."""
+    _, position, output = place
+    source = remat.sources[remat.body.eqns[position].outvars[output]].scan
+    here = remat.scope.scan
+    return (
+        source is not None
+        and here is not None
+        and source.params["reverse"] != here.params["reverse"]
+        and source.params["length"] > 1
+    )

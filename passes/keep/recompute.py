@@ -18,8 +18,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-import jax
-import jax.numpy as jnp
 from jax import lax
 
 from jaxoverlap._jax import compat, inlining
@@ -177,8 +175,8 @@ def _in_body(eqns: Sequence[Any], layer: SavingLayer) -> list[Any]:
     assert again is not None
     before, after = eqns[: layer.reader], eqns[layer.reader :]
     reader, results = after[0], {v: compat.like_var(v) for v in layer.saved}
-    waits = [v for v in again.inputs if _has_numbers(v)]
-    made = (v for eqn in before if is_backward(eqn) for v in eqn.outvars if _has_numbers(v))
+    waits = [v for v in again.inputs if compat.has_numbers(v)]
+    made = (v for eqn in before if is_backward(eqn) for v in eqn.outvars if compat.has_numbers(v))
     late = dict.fromkeys(made)
     first = [v for v in dict.fromkeys(compat.variables(reader.invars)) if v in late]
     first = first or [*late][-1:]
@@ -199,8 +197,3 @@ def _in_body(eqns: Sequence[Any], layer: SavingLayer) -> list[Any]:
         return eqn.replace(invars=list(read))
 
     return [*before, *barrier, remat, *map(now, after)]
-
-
-def _has_numbers(var: Any) -> bool:
-    """Return whether a value is an array of numbers; keys of random numbers are not."""
-    return not jnp.issubdtype(var.aval.dtype, jax.dtypes.extended)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import importlib
 import json
+import logging
 import os
 import pty
 import re
@@ -22,8 +23,9 @@ from typer.testing import CliRunner
 
 import jaxoverlap
 from jaxoverlap.cli import app
-from jaxoverlap.cli.doctor import installed, plugins
+from jaxoverlap.cli.doctor import PluginFailures, installed, plugins
 from jaxoverlap.cli.forms import written
+from jaxoverlap.cli.new_target import Style
 from jaxoverlap.cli.shell.errors import MEANINGS, report
 from jaxoverlap.flags import preset
 from jaxoverlap.plan.plan import Plan
@@ -372,10 +374,23 @@ def test_plugins_that_clash_are_named():
     assert not [f for f in plugins(installed()) if f.problem]
 
 
+def test_why_a_plugin_cannot_start_is_a_line_and_no_traceback(caplog):
+    log, failures = logging.Logger("plugins"), PluginFailures()
+    log.addHandler(caplog.handler)
+    log.addFilter(failures)
+    try:
+        raise RuntimeError("Unable to load cuDNN.\n  Is it installed?")
+    except RuntimeError:
+        log.exception("Jax plugin configuration error")
+    log.error("something else")
+    assert failures.found == ["Unable to load cuDNN. Is it installed?"]
+    assert [record.message for record in caplog.records] == ["something else"]
+
+
 @pytest.mark.rotating
 @needs_plugin
 @pytest.mark.pods
-@pytest.mark.parametrize("style", some(1, ["plain", "nnx"]))
+@pytest.mark.parametrize("style", some(1, list(Style)))
 def test_a_new_target_is_explained_as_it_stands(style: str, tmp_path: Path):
     file = str(tmp_path / f"{style}_target.py")
     shown = run("new-target", file, "--style", style)
@@ -388,6 +403,8 @@ def test_a_new_target_is_explained_as_it_stands(style: str, tmp_path: Path):
 def test_a_new_target_is_written_where_it_can_be(tmp_path: Path):
     assert "ends in .py" in run("new-target", str(tmp_path / "mine"), code=2)
     assert "there is no folder" in run("new-target", str(tmp_path / "no" / "mine.py"), code=2)
+    refused = run("new-target", str(tmp_path / "mine.py"), "--style", "haiku", code=2)
+    assert "'--style': 'haiku' is not one of 'plain', 'nnx', 'linen', 'equinox'" in refused
 
 
 VALUES = {"XLA_FLAGS": "--xla_a=true --xla_b=x,y", "NCCL_X": 'it\'s $HOME "q"'}

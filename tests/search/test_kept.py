@@ -12,8 +12,10 @@ from jax.sharding import AxisType
 import jaxoverlap
 from benchmarks.plain_gpt import EVERYWHERE, Sizes, abstract_args, make_step
 from jaxoverlap._jax.jobs import peak_bytes
+from jaxoverlap._util.text import human_bytes
 from jaxoverlap.hardware.pods import pod_mesh
-from jaxoverlap.plan.edits import Keep, Recompute
+from jaxoverlap.plan.edits import Keep, Offload, Recompute
+from jaxoverlap.simulation.host_copies import FROM_HOST, TO_HOST
 from tests.support.pods import marked
 from tests.support.pods import pytestmark as pods
 
@@ -118,6 +120,24 @@ def test_the_compiled_step_needs_no_more_than_was_said():
         ValueError, match=r"a device needs .*, .* too many, although nothing is kept"
     ):
         overlap(step, memory=f"{plain / 2e6:.0f}MB").lower(*args).compile()
+
+
+@marked(pods)
+def test_values_without_room_wait_in_the_hosts_memory():
+    step, args = step_of()
+    overlapped = overlap(step, memory="350MB", never_slower=False)
+    plan = overlapped.explain(*args)
+    offloaded = [edit for edit in plan.edits if isinstance(edit, Offload)]
+    moved = sum(edit.bytes_offloaded for edit in offloaded)
+    assert len(offloaded) >= 2
+    assert f"MB more and offloads {human_bytes(moved)} to the host: " in plan.notes[0]
+    assert jaxoverlap.overlap(step, plan=plan).explain(*args).edits == plan.edits
+    compiled = overlapped.lower(*args).compile()
+    copies = jaxoverlap.audit(compiled).host_coverage
+    once = moved * (SIZES.layers - 1) // SIZES.layers  # the last value stays
+    for direction in (FROM_HOST, TO_HOST):
+        assert copies[direction].synchronous == 0
+        assert once <= copies[direction].bytes_moved <= moved
 
 
 @marked(pods)

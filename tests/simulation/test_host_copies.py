@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from jaxoverlap import audit, parse_cluster, simulate
 from jaxoverlap.cost.find import cost_model
 from jaxoverlap.simulation import hlo
 from jaxoverlap.simulation.host_copies import FROM_HOST, TO_HOST, host_copies
+from jaxoverlap.simulation.streams import apart
 
 STACK, LAYER = "bf16[8,4096,4096]{2,1,0:S(5)}", "bf16[1,4096,4096]{2,1,0}"
 BYTES = 2 * 4096 * 4096
@@ -65,6 +68,18 @@ def test_audit_lists_them_apart_from_collectives():
     assert found.collectives == () and found.total.count == 0
     assert found.host_coverage[FROM_HOST].covered == 1
     assert "from host: 1 of 2 covered" in str(found)
+
+
+def test_no_device_waits_for_another_in_them():
+    """They may run beside collectives, whatever the devices that these are among."""
+    copies = host_copies(hlo.parse(MODULE))
+    gather = replace(copies[0], kind="all-gather", stream=0, groups="{{0,1,2,3}}", group_size=4)
+    assert not apart([[gather], *([c] for c in copies)], num_devices=4)
+    other = replace(gather, stream=3)
+    assert apart([[gather], [other], [copies[0]]], num_devices=4) == {
+        0: frozenset({1}),
+        1: frozenset({0}),
+    }
 
 
 def test_they_take_the_links_time_and_hide_behind_kernels():

@@ -121,6 +121,10 @@ class Elastic:
         store = jits.key_value_store() if jax.process_count() > 1 else None
         self._newcomers = Newcomers(store, number("within_s", within_s, above=0))
 
+    def __repr__(self) -> str:
+        """Return the next round and the workers of the last one."""
+        return f"Elastic: round {self.number} is next, workers {list(self.workers)} of {self._axis}"
+
     @property
     def number(self) -> int:
         """Return the number of the next round; 0 in a process that has not joined yet."""

@@ -61,6 +61,11 @@ class Planner:
                     f"capacity={capacity}: raise the capacity, or fit again"
                 )
 
+    def __repr__(self) -> str:
+        """Return the capacity, and the programs that were chosen."""
+        chosen = "\n  ".join(map(str, self.programs)) or "no program yet: fit(batches) chooses them"
+        return f"Planner for {self.capacity} tokens a device\n  {chosen}"
+
     def fit(self, batches: Iterable[ArrayLike], *, most: int = 5) -> tuple[Bounds, ...]:
         """Choose the programs over a sample of batches, and return them.
 

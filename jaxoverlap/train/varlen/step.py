@@ -16,6 +16,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jaxoverlap._util.limits import flag
+from jaxoverlap.plan.table import mesh_text
 from jaxoverlap.train.arguments import check_automatic
 from jaxoverlap.train.optax_update import update
 from jaxoverlap.train.programs import key_of
@@ -200,6 +201,12 @@ class VarlenStep:
         self.transform, self.has_aux = transform, has_aux
         self._checks_finite, self._reports = flag("check", check), StepReports()
         self.compiled: dict[Hashable, Callable] = {}
+
+    def __repr__(self) -> str:
+        """Return the nodes, the kernel of attention and how many programs are compiled."""
+        kernel = "cuDNN's kernel" if self.fused else "plain matmuls"
+        programs = f"{len(self.compiled)} programs compiled"
+        return f"VarlenStep on {mesh_text(self.mesh.shape)}, attention by {kernel}, {programs}"
 
     def __call__(
         self,

@@ -131,6 +131,12 @@ class ZOStep:
                 loss_fn, transform, self._layout, sliced, dtype=dtype, every=every
             )
 
+    def __repr__(self) -> str:
+        """Return the estimator's settings, and where the parameters are."""
+        kept = "blocks in host memory" if isinstance(self._made, Streamed) else "device memory"
+        mezo = self.transform
+        return f"ZOStep: eps {mezo.eps}, directions {mezo.directions}, parameters in {kept}"
+
     @property
     def transform(self) -> Mezo:
         """Return the estimator."""

@@ -1,0 +1,223 @@
+"""Move values that the forward pass saves to the host's memory, until the backward pass reads them.
+
+    scan over w:              body:  h = dot x w ;  y = tanh h                  stacked: h
+    scan back over w, h:      body:  ... h ...
+
+->  scan over w, carry p:     body:  h = dot x w ;  y = tanh h ;  p' = h        stacked: to_host p
+    scan back over w, s, carry h:    body:  ... h ... ;  h' = to_device s
+
+The copies run one step of the scan away from the kernels that make and read a value, or they would
+have only the rest of one step to hide in: a step stores the value of the step before, and brings
+the value that the next step of the backward pass reads. So the last value never leaves the device,
+and the first one that is stored is zeros that nobody reads. A device holds the values of two steps.
+
+XLA:GPU copies slices of pinned memory by the copy engines, asynchronously. It refuses slices of
+host memory in unrolled scans, so a batch split does not unroll these.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from jaxoverlap._jax import compat, inlining
+from jaxoverlap.passes.analysis.def_use import DefUse
+from jaxoverlap.passes.analysis.jaxprs import Body, bodies, map_bodies
+from jaxoverlap.passes.edited import EditedStep, misfit
+from jaxoverlap.passes.keep.opened import opened
+from jaxoverlap.passes.planning.entries import line_of, type_of
+from jaxoverlap.plan.edits import Keep, Offload
+
+
+class _Stack(NamedTuple):
+    """A stacked result that one later scan reads, step by step, from its last one on.
+
+    Attributes:
+        output: its index among the results of the scan that makes it.
+        reader: the index of the later scan.
+        operand: its index among the operands of that.
+    """
+
+    output: int
+    reader: int
+    operand: int
+
+
+def run(step: EditedStep, edits: Sequence[Offload]) -> EditedStep:
+    """Offload the stacks that edits name."""
+    jaxpr = opened(step.jaxpr)
+    wanted: dict[int, list[tuple[Offload, int, int]]] = {}
+    for edit in edits:
+        for number, position, output in edit.places:
+            wanted.setdefault(number, []).append((edit, position, output))
+
+    def visit(body: Body) -> list[Any] | None:
+        if (here := wanted.pop(body.index, None)) is None:
+            return None
+        stacks: dict[int, list[_Stack]] = {}
+        for edit, position, output in here:
+            stacks.setdefault(position, []).append(_named(body, edit, position, output))
+        return _offloaded(body, stacks)
+
+    jaxpr = map_bodies(jaxpr, visit)
+    for number, ((edit, *_), *_) in wanted.items():
+        raise misfit(edit, f"the step has no body {number}")
+    return step.to(jaxpr)
+
+
+def offloads(step: EditedStep, kept: Sequence[Keep]) -> list[Offload]:
+    """Return the edits that offload values which the last edits of a step keep.
+
+    Of those of which one place cannot be offloaded there are none.
+    """
+    stacks: Mapping[Any, Any] = step.facts[Keep]
+    places = dict[Any, tuple[int, int, int]]()
+    for body in bodies(opened(step.jaxpr)):
+        for position, eqn in enumerate(body.eqns):
+            if eqn.primitive.name == "scan":
+                for one in _stacks(body, position):
+                    places[eqn.outvars[one.output]] = body.index, position, one.output
+    return [
+        Offload(
+            source=edit.source,
+            name=edit.name,
+            value=edit.value,
+            places=tuple(dict.fromkeys(places[stacks[place]] for place in edit.places)),
+        )
+        for edit in kept
+        if all(stacks.get(place) in places for place in edit.places)
+    ]
+
+
+def saved(jaxpr: Any) -> list[Offload]:
+    """Return edits that offload all stacks of scans for later ones, with unsharded bytes."""
+    found: dict[Any, Offload] = {}
+    for body in bodies(opened(jaxpr)):
+        for position, eqn in enumerate(body.eqns):
+            if eqn.primitive.name != "scan":
+                continue
+            for one in _stacks(body, position):
+                inside = eqn.params["jaxpr"]
+                value = inside.outvars[one.output]
+                maker = DefUse(inside.eqns, ()).maker(value)
+                source = line_of(eqn if maker is None else maker, (*body.around, eqn))
+                key = source, compat.type_text(value)
+                before = found.get(key)
+                found[key] = Offload(
+                    source=source,
+                    value=type_of(value),
+                    places=(
+                        *(before.places if before else ()),
+                        (body.index, position, one.output),
+                    ),
+                    bytes_offloaded=(before.bytes_offloaded if before else 0)
+                    + eqn.outvars[one.output].aval.size * value.aval.dtype.itemsize,
+                )
+    return list(found.values())
+
+
+def _named(body: Body, edit: Offload, position: int, output: int) -> _Stack:
+    if not body.opaque and 0 <= position < len(body.eqns):
+        for one in _stacks(body, position):
+            if one.output == output:
+                return one
+    raise misfit(edit, f"equation {position} stacks no result {output} for one scan backwards")
+
+
+def _stacks(body: Body, position: int) -> Iterator[_Stack]:
+    """Yield the results of a scan that may be offloaded."""
+    scan = body.eqns[position]
+    manual = any(eqn.primitive.name == "shard_map" for eqn in body.around)
+    if scan.primitive.name != "scan" or scan.params["length"] < 2 or body.opaque or manual:
+        return
+    num_consts, num_carry = compat.scan_counts(scan)
+    inside = scan.params["jaxpr"]
+    made = {v for eqn in inside.eqns for v in eqn.outvars}
+    made |= {*inside.invars[num_consts : num_consts + num_carry]}
+    for output in range(num_carry, len(scan.outvars)):
+        stack, value = scan.outvars[output], inside.outvars[output]
+        reader = body.uses.only_reader(stack)
+        is_array = not compat.is_literal(value) and value in made and compat.has_numbers(value)
+        if reader is None or not is_array or compat.in_host_memory(value):
+            continue
+        slicer = body.eqns[reader]
+        if slicer.primitive.name != "scan" or slicer.params["reverse"] == scan.params["reverse"]:
+            continue
+        operand = next(n for n, atom in enumerate(slicer.invars) if atom is stack)
+        if operand >= sum(compat.scan_counts(slicer)):
+            yield _Stack(output, reader, operand)
+
+
+def _offloaded(body: Body, stacks: Mapping[int, Sequence[_Stack]]) -> list[Any]:
+    """Return a body's equations, in which stacks are in the host's memory, by their scan."""
+    eqns, before = [*body.eqns], dict[int, list[Any]]()
+    for position, some in stacks.items():
+        scan, zeros, lasts = _storing(eqns[position], [one.output for one in some])
+        eqns[position] = scan
+        before[position] = zeros
+        for reader in dict.fromkeys(one.reader for one in some):
+            operands = {
+                one.operand: (scan.outvars[one.output + len(some)], last)
+                for one, last in zip(some, lasts, strict=True)
+                if one.reader == reader
+            }
+            eqns[reader] = _bringing(eqns[reader], operands)
+    return [one for n, eqn in enumerate(eqns) for one in (*before.get(n, ()), eqn)]
+
+
+def _storing(scan: Any, outputs: Sequence[int]) -> tuple[Any, list[Any], list[Any]]:
+    """Let each step of a scan store the values of the step before in the host's memory.
+
+    Returns:
+        The scan, whose stacks come behind as many further results; the equations of the zeros that
+        it starts with; and the values of its last step.
+    """
+    inside, (num_consts, num_carry) = scan.params["jaxpr"], compat.scan_counts(scan)
+    values = [inside.outvars[output] for output in outputs]
+    earlier, zeros, lasts = ([compat.like_var(v) for v in values] for _ in range(3))
+    stored, results, stacks = list[Any](), [*inside.outvars], [*scan.outvars]
+    for output, value in zip(outputs, earlier, strict=True):
+        results[output] = compat.host_var(value)
+        stacks[output] = compat.host_var(stacks[output])
+        stored += inlining.inline(compat.to_host, [value], [results[output]], scan)
+    first = [
+        one
+        for zero in zeros
+        for one in inlining.inline(lambda z=zero: [compat.zeros_like(z)], [], [zero], scan)
+    ]
+
+    def carried(given: Sequence[Any], more: Sequence[Any]) -> list[Any]:
+        return [*given[:num_consts], *more, *given[num_consts:]]
+
+    inside = compat.with_binders(inside, carried(inside.invars, earlier), [*values, *results])
+    inside = inside.replace(eqns=[*stored, *inside.eqns])
+    counts = num_consts, num_carry + len(values)
+    invars = carried(scan.invars, zeros)
+    return compat.new_scan(scan, inside, counts, invars, [*lasts, *stacks]), first, lasts
+
+
+def _bringing(scan: Any, operands: Mapping[int, tuple[Any, Any]]) -> Any:
+    """Let each step of a scan bring the values that the next one reads from the host's memory.
+
+    Args:
+        scan: the scan.
+        operands: by the index of an operand that is in slices: the stack in the host's memory, and
+            the value that the first step reads.
+    """
+    inside, (num_consts, num_carry) = scan.params["jaxpr"], compat.scan_counts(scan)
+    binders, invars, brought = [*inside.invars], [*scan.invars], list[Any]()
+    values = [binders[n] for n in operands]
+    later = [compat.like_var(v) for v in values]
+    for (n, (stack, _)), following in zip(operands.items(), later, strict=True):
+        binders[n], invars[n] = compat.host_var(binders[n]), stack
+        brought += inlining.inline(compat.to_device, [binders[n]], [following], scan)
+
+    def carried(given: Sequence[Any], more: Sequence[Any]) -> list[Any]:
+        return [*given[:num_consts], *more, *given[num_consts:]]
+
+    inside = compat.with_binders(inside, carried(binders, values), [*later, *inside.outvars])
+    inside = inside.replace(eqns=[*brought, *inside.eqns])
+    counts = num_consts, num_carry + len(values)
+    given = carried(invars, [first for _, first in operands.values()])
+    unused = [compat.unused_var(v) for v in later]
+    return compat.new_scan(scan, inside, counts, given, [*unused, *scan.outvars])
