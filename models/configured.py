@@ -139,6 +139,23 @@ def configured(
     return (MIXTURE if config.experts else DENSE), config
 
 
+def check_order(order: str, split: Configuration) -> None:
+    """Check that a pipeline of a configuration can run in an order.
+
+    XLA refuses ZB-H1's passes, which are branches of a conditional, where axes that it partitions
+    are sharded in one and not in another.
+
+    Raises:
+        Mistake: if it cannot.
+    """
+    others = split.fsdp * split.model * split.context * split.expert
+    if order != "1F1B" and (split.pipeline == 1 or split.interleave > 1 or others > 1):
+        raise Mistake(
+            f"--pipeline-order {order} on {split}: expected two stages or more, of one piece each, "
+            "and no axis but pipeline and data"
+        )
+
+
 def chosen(recipe: Recipe, run: Run, given: Collection[str] = frozenset()) -> tuple[Recipe, Run]:
     """Return the recipe and run of the file of `--configuration`; without one, the given ones.
 
@@ -152,7 +169,12 @@ def chosen(recipe: Recipe, run: Run, given: Collection[str] = frozenset()) -> tu
             these trainers have not what it asks for.
     """
     path: Path | None = getattr(run, "configuration", None)
+    order: str = getattr(run, "pipeline_order", "1F1B")
+    if order not in ("1F1B", "ZB-H1"):
+        raise Mistake(f"--pipeline-order {order}: expected 1F1B or ZB-H1")
     if path is None:
+        if order != "1F1B":
+            raise Mistake(f"--pipeline-order {order} without a pipeline: give --configuration")
         return recipe, run
     if run.has_workers or getattr(run, "varlen", False):
         raise Mistake(
@@ -163,6 +185,7 @@ def chosen(recipe: Recipe, run: Run, given: Collection[str] = frozenset()) -> tu
         found = read_chosen(path)
         sizes = sizes_of_file(found)
         check_given(run, sizes, given)
+        check_order(order, found.configuration)
         return configured(run, found.configuration, found.order, sizes)
     except ValueError as error:
         raise Mistake(f"--configuration {path}: {error}") from error

@@ -46,6 +46,7 @@ class Config(TextRun):
 
     split: Configuration = dataclasses.field(default_factory=Configuration)
     order: tuple[str, ...] = AXES  # the placement: axes over devices, slowest first
+    pipeline_order: str = "1F1B"
     kv_heads: int | None = None
     head_dim: int | None = None
     gated: bool = False

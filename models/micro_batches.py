@@ -114,6 +114,7 @@ def pipelined(recipe: Recipe, config: Any, mesh: Mesh) -> Callable:
         micro_batches=config.micro_batches,
         pieces=split.interleave,
         data=DATA,
+        order=config.pipeline_order,
     )
 
     def to_chunks(a: jax.Array) -> jax.Array:

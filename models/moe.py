@@ -68,6 +68,7 @@ class Config(TextRun):
     configuration: Annotated[
         Path | None, Option(help="A file of `jaxoverlap configure --json`: its first mesh.")
     ] = None
+    pipeline_order: Annotated[str, Option(help="Of its pipeline: 1F1B or ZB-H1.")] = "1F1B"
 
     def mistakes(self) -> Iterator[str]:
         yield from super().mistakes()

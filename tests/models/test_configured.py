@@ -57,6 +57,9 @@ def losses(run, split, *, overlap=False):
     return np.array(found)
 
 
+ZERO_BUBBLE = dataclasses.replace(GPT, pipeline_order="ZB-H1")
+
+
 def named(value):
     """A run's or a configuration's name among the tests'."""
     return type(value).__module__ if isinstance(value, gpt.Config | moe.Config) else str(value)
@@ -65,6 +68,7 @@ def named(value):
 SOME = [
     (GPT, dict(data=2, fsdp=2, model=2, micro_batch=4)),
     (GPT, dict(pipeline=2, fsdp=2, model=2, micro_batch=2)),
+    (ZERO_BUBBLE, dict(pipeline=2, data=2, micro_batch=2)),
     (GPT, dict(pipeline=2, data=2, context=2, micro_batch=2, interleave=2)),
     (MOE, dict(pipeline=2, data=2, expert=2, micro_batch=2)),
     (MOE, dict(fsdp=2, expert=2, model=2, micro_batch=4)),
@@ -86,7 +90,8 @@ def alone():
 @pytest.mark.rotating
 @pytest.mark.parametrize(("run", "axes"), some(3, SOME), ids=named)
 def test_some_meshes_train_to_the_losses_of_one_device(run, axes, alone):
-    np.testing.assert_allclose(losses(run, Configuration(**axes)), alone[run], atol=1e-4)
+    same = alone[dataclasses.replace(run, pipeline_order="1F1B")]
+    np.testing.assert_allclose(losses(run, Configuration(**axes)), same, atol=1e-4)
 
 
 @pytest.mark.filterwarnings("ignore:overlap.. rewrites nothing")
@@ -255,3 +260,21 @@ def test_a_file_of_another_dtype_is_refused(tmp_path):
     path.write_text(json.dumps(dataclasses.asdict(Configuration(offload=2))))
     with pytest.raises(Mistake, match="offload nothing"):
         chosen(gpt.RECIPE, dataclasses.replace(GPT, configuration=path))
+
+
+@pytest.mark.parametrize(
+    ("order", "split", "message"),
+    [
+        ("ZB-H2", None, "expected 1F1B or ZB-H1"),
+        ("ZB-H1", None, "give --configuration"),
+        ("ZB-H1", dict(fsdp=2, model=2), "two stages or more"),
+        ("ZB-H1", dict(pipeline=2, fsdp=2), "no axis but pipeline and data"),
+    ],
+)
+def test_orders_that_no_pipeline_can_run_are_mistakes(order, split, message, tmp_path):
+    path = tmp_path / "configuration.json"
+    found = [dataclasses.asdict(Configuration(**split, micro_batch=2))] if split else []
+    path.write_text(json.dumps({"configurations": found}))
+    run = dataclasses.replace(GPT, pipeline_order=order, configuration=path if split else None)
+    with pytest.raises(Mistake, match=message):
+        chosen(gpt.RECIPE, run)

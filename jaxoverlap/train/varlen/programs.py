@@ -28,7 +28,9 @@ _WORTH = 1.35  # a candidate whose least price is so many times the best is not 
 # Long sequences are rare, so a sample has few. These shares of a batch as one sequence are added.
 _LONG, _LONG_WEIGHT = (1 / 16, 1 / 8, 1 / 4, 1 / 2, 7 / 8), 0.05
 _BATCHES, _SEQUENCES = 16, 2000  # of a sample that are packed, at most
-_FEWEST = 32  # sequences of one group that a fused kernel is compiled for, at least
+# Sequences of one group that a fused kernel is compiled for: at least, and over the sample's. Those
+# of batches of shorter documents; with half of either, such batches fell to the last program.
+_FEWEST, _ROOM = 64, 4
 # The same of a ring. Its kernels' log of sums has a row for each, of all of a device's slots.
 _FEWEST_RINGED, _MOST_RINGED = 8, 128
 
@@ -53,8 +55,7 @@ def fitted(
     prices = _prices([*sample, *hard], found, nodes, costs)
     fallback = np.array([_price(x, last, nodes, costs) for x in (*sample, *hard)])
     chosen = [found[i] for i in _greedy(prices, fallback, weights, most - 1)]
-    counted = [_counted(b, sample, nodes, costs, room=2) for b in chosen]
-    return *counted, _counted(last, sample, nodes, costs, room=4)
+    return tuple(_counted(b, sample, nodes, costs) for b in (*chosen, last))
 
 
 def split_all(nodes: Nodes, costs: AttentionCosts, *, capacity: int) -> Bounds:
@@ -166,19 +167,19 @@ def _greedy(prices: Floats, fallback: Floats, weights: Floats, most: int) -> lis
 
 
 def _counted(
-    bounds: Bounds, sample: list[np.ndarray], nodes: Nodes, costs: AttentionCosts, *, room: int
+    bounds: Bounds, sample: list[np.ndarray], nodes: Nodes, costs: AttentionCosts
 ) -> Bounds:
-    """Return a program with room for so many times the sequences of a group in the sample."""
+    """Return a program with room for several times the sequences of a group in the sample."""
     most = ringed = 1
     for lengths in sample:
         packing = packed(lengths, nodes, costs, bounds, thorough=False)
         if packing and packing.fits():
             found = _most_sequences(packing)
             most, ringed = max(most, found[0]), max(ringed, found[1])
-    of_ring = max(_FEWEST_RINGED, room << (ringed - 1).bit_length())
+    of_ring = max(_FEWEST_RINGED, _ROOM << (ringed - 1).bit_length())
     return replace(
         bounds,
-        sequences=max(_FEWEST, room << (most - 1).bit_length()),
+        sequences=max(_FEWEST, _ROOM << (most - 1).bit_length()),
         ringed=of_ring if bounds.ringed and of_ring <= _MOST_RINGED else 0,
     )
 
