@@ -9,13 +9,14 @@ state, metrics = step(state, plan, {"inputs": inputs, "targets": targets})
 """
 
 from jaxoverlap.train.varlen.arrays import PlanArrays
+from jaxoverlap.train.varlen.attend import attention
 from jaxoverlap.train.varlen.costs import AttentionCosts, attention_costs
 from jaxoverlap.train.varlen.finite import NonFiniteStepError
 from jaxoverlap.train.varlen.plan import BatchPlan
 from jaxoverlap.train.varlen.planner import Planner
 from jaxoverlap.train.varlen.rings import Bounds, Nodes
 from jaxoverlap.train.varlen.sharing import Infeasible
-from jaxoverlap.train.varlen.step import VarlenStep, attention, train_step
+from jaxoverlap.train.varlen.step import VarlenStep, train_step
 
 __all__ = [
     "AttentionCosts",
