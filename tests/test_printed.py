@@ -24,7 +24,7 @@ MODULES = (
     "jaxoverlap.train.varlen",
     "jaxoverlap.train.zeroth_order",
 )
-BARE = {"Compressor", "Log", "Lowered"}  # a protocol, an open file, a stage as JAX's own
+UNNAMED = {"Compressor", "Log", "Lowered"}  # a protocol, an open file, a stage as JAX's own
 
 
 def public_classes() -> dict[str, type]:
@@ -41,8 +41,10 @@ def public_classes() -> dict[str, type]:
 def test_no_public_class_prints_an_address_alone():
     classes = public_classes()
     unnamed = {n: c for n, c in classes.items() if c.__repr__ is object.__repr__}
-    bare = {name for name, one in unnamed.items() if one.__str__ is object.__str__}
-    assert bare == BARE and {"Overlapped", "DataParallel", "ZOStep", "VarlenStep"} <= {*classes}
+    silent = {name for name, one in unnamed.items() if one.__str__ is object.__str__}
+    assert silent == UNNAMED and {"Overlapped", "DataParallel", "ZOStep", "VarlenStep"} <= {
+        *classes
+    }
 
 
 def test_an_overlapped_step_says_what_it_became():

@@ -4,7 +4,7 @@
 
 One sequence fills a ring; its attention, forward and backward, is compiled for a pod and its
 schedule simulated. The simulator counts a kernel's slots in full, as it does not know the lengths:
-a kernel without a causal mask is of one chunk of two by both, so it is counted half. Beside it the
+a kernel without a causal mask is of one chunk of two by both, so it is counted half. With it is the
 price of the kernel that has the sequence on one GPU, over as many GPUs.
 """
 

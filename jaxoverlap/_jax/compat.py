@@ -31,6 +31,7 @@ from jax._src.named_sharding import UNSPECIFIED
 from jax._src.state.types import AbstractRef
 from jax.experimental.xla_metadata import set_xla_metadata
 
+PLUGIN_LOGGER = "jax._src.xla_bridge"  # it logs why a plugin cannot start, with a traceback
 Jaxpr = core.Jaxpr
 JaxprEqn = core.JaxprEqn
 

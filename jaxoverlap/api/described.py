@@ -1,4 +1,4 @@
-"""What an overlapped step says of itself when it is printed."""
+"""Say what an overlapped step became, when it is printed."""
 
 from __future__ import annotations
 

@@ -95,10 +95,11 @@ def plugins(packages: dict[str, str]) -> Iterator[Fact]:
 def _devices() -> Iterator[Fact]:
     import jax
 
+    from jaxoverlap._jax.compat import PLUGIN_LOGGER
     from jaxoverlap.hardware.cluster import chips
 
     failures = PluginFailures()
-    plugins = logging.getLogger("jax._src.xla_bridge")  # logs why one cannot start, as a traceback
+    plugins = logging.getLogger(PLUGIN_LOGGER)
     plugins.addFilter(failures)
     try:
         devices = jax.local_devices()

@@ -157,11 +157,7 @@ def _recomputing(step: StepContext, missing: float) -> tuple[StepContext, int, i
         smaller = replace(step, edited=apply(step.edited, edits), answers={})
         less = peak - estimated_peak_bytes(smaller.plain.module)
         if less > max(freed, _LEAST * missing):
-            sizes = [edit.bytes_freed for edit in edits]
-            sized = [
-                replaced(edit, bytes_freed=int(less * size / sum(sizes)))
-                for edit, size in zip(edits, sizes, strict=True)
-            ]
+            sized = _shared(less, "bytes_freed", edits)
             best, freed = replace(smaller, edited=apply(step.edited, sized)), less
         if less >= missing:
             break
@@ -186,17 +182,20 @@ def _offloading(
         return None
     if less <= 0:
         return None
-    sizes = [edit.bytes_offloaded for edit in edits]
-    sized = [
-        replaced(edit, bytes_offloaded=int(less * size / sum(sizes)))
-        for edit, size in zip(edits, sizes, strict=True)
-    ]
+    sized = _shared(less, "bytes_offloaded", edits)
     note = (
         f"memory={memory_text(options.memory)} offloads what scans save, as the step needs more "
         f"memory however much is recomputed: {human_bytes(less)} less."
     )
     own = (*(e for e in step.edited.edits if isinstance(e, Recompute)), *sized)
     return own, (note, *(f"  {edit}." for edit in own))
+
+
+def _shared(total: int, field: str, edits: Sequence[Any]) -> list[Any]:
+    """Return edits that share a device's bytes by their own unsharded ones, in this field."""
+    sizes = [getattr(edit, field) for edit in edits]
+    shares = (int(total * size / sum(sizes)) for size in sizes)
+    return [replaced(edit, **{field: share}) for edit, share in zip(edits, shares, strict=True)]
 
 
 def _chosen(

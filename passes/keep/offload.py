@@ -25,6 +25,7 @@ from jaxoverlap.passes.analysis.def_use import DefUse
 from jaxoverlap.passes.analysis.jaxprs import Body, bodies, map_bodies
 from jaxoverlap.passes.edited import EditedStep, misfit
 from jaxoverlap.passes.keep.opened import opened
+from jaxoverlap.passes.keep.scans import with_more
 from jaxoverlap.passes.planning.entries import line_of, type_of
 from jaxoverlap.plan.edits import Keep, Offload
 
@@ -186,13 +187,12 @@ def _storing(scan: Any, outputs: Sequence[int]) -> tuple[Any, list[Any], list[An
         for one in inlining.inline(lambda z=zero: [compat.zeros_like(z)], [], [zero], scan)
     ]
 
-    def carried(given: Sequence[Any], more: Sequence[Any]) -> list[Any]:
-        return [*given[:num_consts], *more, *given[num_consts:]]
-
-    inside = compat.with_binders(inside, carried(inside.invars, earlier), [*values, *results])
+    inside = compat.with_binders(
+        inside, with_more(scan, inside.invars, earlier), [*values, *results]
+    )
     inside = inside.replace(eqns=[*stored, *inside.eqns])
     counts = num_consts, num_carry + len(values)
-    invars = carried(scan.invars, zeros)
+    invars = with_more(scan, scan.invars, zeros)
     return compat.new_scan(scan, inside, counts, invars, [*lasts, *stacks]), first, lasts
 
 
@@ -212,12 +212,11 @@ def _bringing(scan: Any, operands: Mapping[int, tuple[Any, Any]]) -> Any:
         binders[n], invars[n] = compat.host_var(binders[n]), stack
         brought += inlining.inline(compat.to_device, [binders[n]], [following], scan)
 
-    def carried(given: Sequence[Any], more: Sequence[Any]) -> list[Any]:
-        return [*given[:num_consts], *more, *given[num_consts:]]
-
-    inside = compat.with_binders(inside, carried(binders, values), [*later, *inside.outvars])
+    inside = compat.with_binders(
+        inside, with_more(scan, binders, values), [*later, *inside.outvars]
+    )
     inside = inside.replace(eqns=[*brought, *inside.eqns])
     counts = num_consts, num_carry + len(values)
-    given = carried(invars, [first for _, first in operands.values()])
+    given = with_more(scan, invars, [first for _, first in operands.values()])
     unused = [compat.unused_var(v) for v in later]
     return compat.new_scan(scan, inside, counts, given, [*unused, *scan.outvars])

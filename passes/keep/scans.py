@@ -20,15 +20,17 @@ def widened(
     """
     body, (num_consts, num_carry) = scan.params["jaxpr"], compat.scan_counts(scan)
 
-    def operands(own: Sequence[Any], more: Sequence[Any], sliced: Sequence[Any]) -> list[Any]:
-        return [*own[:num_consts], *more, *own[num_consts:], *sliced]
-
-    body = compat.with_binders(
-        body, operands(body.invars, [*consts], [*slices]), [*body.outvars, *stacks]
-    )
-    invars = operands(scan.invars, [*consts.values()], [*slices.values()])
+    binders = [*with_more(scan, body.invars, [*consts]), *slices]
+    body = compat.with_binders(body, binders, [*body.outvars, *stacks])
+    invars = [*with_more(scan, scan.invars, [*consts.values()]), *slices.values()]
     counts = num_consts + len(consts), num_carry
     return compat.new_scan(scan, body, counts, invars, [*scan.outvars, *stacks.values()])
+
+
+def with_more(scan: Any, operands: Sequence[Any], more: Sequence[Any]) -> list[Any]:
+    """Return a scan's operands with others between its constants and what it carries."""
+    num_consts, _ = compat.scan_counts(scan)
+    return [*operands[:num_consts], *more, *operands[num_consts:]]
 
 
 def without_slices(scan: Any, gone: Sequence[Any]) -> Any:

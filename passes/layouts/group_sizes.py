@@ -30,7 +30,6 @@ from jaxoverlap.passes.layouts.local_equations import (
     run,
 )
 
-_ONE_BY_ONE = ("reshape", "convert_element_type", "copy")
 _TRIES = 4  # random lists of experts, by which it is checked that sizes count them
 
 
@@ -153,18 +152,15 @@ class GroupSizes:
             of = rng.choice(experts, count, p=rng.dirichlet(np.ones(experts)))
             if not (counts(of) == np.bincount(of, minlength=experts)).all():
                 raise NotLocalError("sizes of groups do not count what is sorted")
-        if not self._is_expert(base) and counts(np.full(count, -1))[0] != count:
+        if not self._is_expert() and counts(np.full(count, -1))[0] != count:
             raise NotLocalError("the numbers of experts may be negative")
 
-    def _is_expert(self, var: Any) -> bool:
-        """Return whether a value is never negative: the number of a largest element."""
-        maker = self._uses.maker(var)
-        while maker is not None and maker.primitive.name in _ONE_BY_ONE:
-            var, maker = maker.invars[0], self._uses.maker(maker.invars[0])
-        if maker is None:
+    def _is_expert(self) -> bool:
+        """Return whether what is counted is never negative: the number of a largest element."""
+        if (maker := self._uses.maker(self._base)) is None:
             return False
         name = maker.primitive.name
-        return name in ("argmax", "argmin") or (name == "top_k" and var is maker.outvars[1])
+        return name in ("argmax", "argmin") or (name == "top_k" and self._base is maker.outvars[1])
 
 
 def _is_wide(eqn: Any) -> bool:

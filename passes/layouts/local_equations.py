@@ -96,8 +96,10 @@ def run(
         shards: among how many devices the tokens are divided.
     """
     for one in equations:
-        eqn, own = one.eqn, dict(values)
-        run(one.sizes, own, known, shards)
+        eqn, own = one.eqn, values
+        if one.sizes:  # a device's own: the step may read those of all devices by the same name
+            own = dict(values)
+            run(one.sizes, own, known, shards)
         operands = [
             made_here(v, dim, known, shards) if compat.is_literal(v) or v not in own else own[v]
             for v, dim in zip(eqn.invars, one.operands, strict=True)

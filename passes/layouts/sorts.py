@@ -45,32 +45,19 @@ _COMBINE = {"add": lax.psum, "max": lax.pmax, "min": lax.pmin}
 
 def proposals(step: EditedStep) -> Iterator[tuple[Recompute | SortPerShard, ...]]:
     """Yield edits that sort per shard: over all axes of the batch, or those of its first dim."""
-    if explicit_axes(step.mesh):
+    if explicit_axes(step.mesh) or not _has_sort(step.jaxpr):
         return
-    if not _has_sort(step.jaxpr):
-        return
+    jaxpr = opened(step.jaxpr, remats=True)
     for axes in dict.fromkeys(_axes(step)):
         shards = _devices(axes, step.mesh)
-        for again in _recomputed(step, shards):
-            jaxpr = recompute.run(step, again).jaxpr if again else step.jaxpr
-            if source := _source(opened(jaxpr, remats=True), shards):
-                yield (*again, SortPerShard(source=source, axes=axes))
-
-
-def _recomputed(step: EditedStep, shards: int) -> Iterator[tuple[Recompute, ...]]:
-    """Yield what is recomputed first: nothing; and layers that save values in a sort's order."""
-    yield ()
-    every = [b for b in bodies(opened(step.jaxpr, remats=True)) if not b.opaque]
-    known = known_values(every)
-    saved = [
-        body
-        for body in every
-        if any(_is_scan(eqn) for eqn in body.around)
-        and any(eqn.primitive.name == "sort" for eqn in body.eqns)
-        and not _sorted(body, known[body.index], shards)
-    ]
-    if saved and not step.has(Recompute, Keep):
-        yield tuple(recompute.recomputations(step.jaxpr))
+        sorts = _Sorts(jaxpr, shards)
+        if sorts.source:
+            yield (SortPerShard(source=sorts.source, axes=axes),)
+        if sorts.saved and not step.has(Recompute, Keep):  # layers save values in a sort's order
+            again = recompute.recomputations(step.jaxpr)
+            sorts = _Sorts(opened(recompute.run(step, again).jaxpr, remats=True), shards)
+            if again and sorts.source:
+                yield (*again, SortPerShard(source=sorts.source, axes=axes))
 
 
 def run(step: EditedStep, edits: Sequence[SortPerShard]) -> EditedStep:
@@ -79,15 +66,14 @@ def run(step: EditedStep, edits: Sequence[SortPerShard]) -> EditedStep:
     for edit in edits:
         check_named(step.mesh, edit, edit.axes)
         shards = _devices(edit.axes, step.mesh)
-        if _source(jaxpr, shards) != edit.source:
+        sorts = _Sorts(jaxpr, shards)
+        if sorts.source != edit.source:
             raise misfit(edit, "the step has no such sorts, or other values depend on their order")
 
-        known = known_values(bodies(jaxpr))
-
         def visit(
-            body: Body, known: Any = known, shards: int = shards, axes: tuple[str, ...] = edit.axes
+            body: Body, sorts: Any = sorts, shards: int = shards, axes: tuple[str, ...] = edit.axes
         ) -> Any:
-            found = _sorted(body, known[body.index], shards)
+            found = sorts.found[body.index]
             return _Emitted(body, found, shards, axes, step.mesh).eqns if found else None
 
         jaxpr = map_bodies(jaxpr, visit)
@@ -113,20 +99,33 @@ def _has_sort(jaxpr: Any) -> bool:
     return any(eqn.primitive.name == "sort" for eqn, _ in equations(jaxpr))
 
 
-def _is_scan(eqn: Any) -> bool:
-    return eqn.primitive.name == "scan"
+class _Sorts:
+    """The sorts of a step.
 
+    Attributes:
+        found: what depends on each sort that devices can do alone, by the number of its body.
+        source: the lines of these sorts.
+        saved: whether a loop has a sort, and none that devices can do alone.
+    """
 
-def _source(jaxpr: Any, shards: int) -> str:
-    """Return the lines of the sorts that devices can do alone."""
-    every = bodies(jaxpr)
-    known = known_values(every)
-    lines = (
-        line_of(body.eqns[min(found.local)], body.around)
-        for body in every
-        for found in _sorted(body, known[body.index], shards)
-    )
-    return ", ".join(dict.fromkeys(lines))
+    def __init__(self, jaxpr: Any, shards: int):
+        every = bodies(jaxpr)
+        known = known_values(every)
+        self.found = {body.index: _sorted(body, known[body.index], shards) for body in every}
+        self.source = ", ".join(
+            dict.fromkeys(
+                line_of(body.eqns[min(one.local)], body.around)
+                for body in every
+                for one in self.found[body.index]
+            )
+        )
+        self.saved = any(
+            not body.opaque
+            and not self.found[body.index]
+            and any(eqn.primitive.name == "scan" for eqn in body.around)
+            and any(eqn.primitive.name == "sort" for eqn in body.eqns)
+            for body in every
+        )
 
 
 def _sorted(body: Body, known: KnownValues, shards: int) -> list[SortedValues]:
@@ -163,12 +162,8 @@ class _Emitted:
         mesh: Mesh,
     ):
         self.eqns: list[Any] = []
-        self._uses, self._shards, self._mesh, self._axes = (
-            body.uses,
-            shards,
-            mesh,
-            axes,
-        )
+        self._uses, self._shards = body.uses, shards
+        self._mesh, self._axes = mesh, axes
         self._run: list[int] = []
         self._of: SortedValues | None = None
         self._how: dict[Any, Tokens | str] = {}  # of results of the run
@@ -212,15 +207,11 @@ class _Emitted:
         assert one is not None
         equations = [one.local[position] for position in self._run]
         own = [v for local in equations for v in local.eqn.outvars]
-        made_of_sizes = {v for e in equations for size in e.sizes for v in size.eqn.outvars}
         given = dict.fromkeys(
             (v, dim)
             for local in equations
-            for each in (*local.sizes, local)
-            for v, dim in _reads(each)
-            if v not in self._how
-            and v not in (made_of_sizes if each is not local or local.sizes else ())
-            and not is_made_here(one.known.of(v))
+            for v, dim in _needs(local)
+            if v not in self._how and not is_made_here(one.known.of(v))
         )
         results = [v for v in own if v in self._counted or not {*self._uses.readers(v)} <= inside]
         hows = [self._how[v] for v in results]
@@ -259,3 +250,10 @@ def _reads(local: LocalEquation) -> Iterator[tuple[Any, int | None]]:
     for atom, dim in zip(local.eqn.invars, local.operands, strict=True):
         if not compat.is_literal(atom):
             yield atom, dim
+
+
+def _needs(local: LocalEquation) -> Iterator[tuple[Any, int | None]]:
+    """Yield what an equation reads, or what the sizes of its groups are counted from."""
+    counted = {v for size in local.sizes for v in size.eqn.outvars}
+    for each in (*local.sizes, local):
+        yield from ((v, dim) for v, dim in _reads(each) if v not in counted)

@@ -1,4 +1,4 @@
-"""What a partitioned module holds in the host's memory: found, and priced by the link."""
+"""Values that a partitioned module has in the host's memory are found, and the link prices them."""
 
 from __future__ import annotations
 

@@ -34,12 +34,18 @@ def stand_in_backward(q, k, v, out, log_sums, to_out, *, causal: bool, scale: fl
     if causal:
         scores = jnp.where(_seen(scores), scores, -jnp.inf)
     p = jnp.exp(scores - log_sums[..., None])
+    return _gradients(p, q, keys, values, out, to_out, shared, scale)
+
+
+def _gradients(p, q, keys, values, out, to_out, shared: int, scale: float):
+    """Return the gradients by the probabilities; so many heads share a key and a value."""
     delta = jnp.einsum("bshd,bshd->bhs", to_out, out)
     to_scores = p * (jnp.einsum("bshd,bthd->bhst", to_out, values) - delta[..., None]) * scale
     to_q = jnp.einsum("bhst,bthd->bshd", to_scores, keys)
     to_k = jnp.einsum("bhst,bshd->bthd", to_scores, q)
     to_v = jnp.einsum("bhst,bshd->bthd", p, to_out)
-    to_k, to_v = (x.reshape(*k.shape[:3], shared, -1).sum(3) for x in (to_k, to_v))
+    apart = (x.reshape(*x.shape[:2], -1, shared, x.shape[-1]) for x in (to_k, to_v))
+    to_k, to_v = (x.sum(3) for x in apart)
     return to_q, to_k, to_v
 
 
@@ -66,16 +72,9 @@ def packed_stand_in_backward(q, k, v, out, log_sums, to_out, runs, *, causal: bo
     of_query = jnp.einsum("rsi,rhi->hs", query.astype(q.dtype), read)
     scores = jnp.einsum("bshd,bthd->bhst", q, keys) * scale
     p = jnp.where(seen, jnp.exp(scores - of_query[..., None]), 0)
-    delta = jnp.einsum("bshd,bshd->bhs", to_out, out)
-    to_scores = p * (jnp.einsum("bshd,bthd->bhst", to_out, values) - delta[..., None]) * scale
-    to_q = jnp.einsum("bhst,bthd->bshd", to_scores, keys)
-    to_k = jnp.einsum("bhst,bshd->bthd", to_scores, q)
-    to_v = jnp.einsum("bhst,bshd->bthd", p, to_out)
-    to_k, to_v = (x.reshape(*k.shape[:3], shared, -1).sum(3) for x in (to_k, to_v))
+    grads = _gradients(p, q, keys, values, out, to_out, shared, scale)
     of_runs = [x.any((0, 2))[:, None, None] for x in (query, key, key)]
-    return tuple(
-        jnp.where(at, x, jnp.nan) for at, x in zip(of_runs, (to_q, to_k, to_v), strict=True)
-    )
+    return tuple(jnp.where(at, x, jnp.nan) for at, x in zip(of_runs, grads, strict=True))
 
 
 def _packed(runs, queries: int, keys: int, causal: bool):

@@ -34,6 +34,8 @@ from jaxoverlap.train.zeroth_order.streamed import Streamed
 class Narrowed(Streamed):
     """A streamed step that uploads a narrow copy of the blocks.
 
+    It takes a step of a `light` state, and gives one with neither blocks nor copy.
+
     Attributes:
         dtype: of the copy, a float; one of less range than bfloat16 has a scale for each leaf of
             each block.
@@ -61,18 +63,6 @@ class Narrowed(Streamed):
         one = nothing(self.transform)
         return jax.tree.map(lambda leaf: jnp.zeros((self.every, *leaf.shape), leaf.dtype), one)
 
-    def step(self, state: ZOState, batch: Any) -> tuple[ZOState, dict[str, Any]]:
-        """Take one step of a `light` state; the result has neither blocks nor copy.
-
-        Raises:
-            ValueError: if the devices cannot share the batch evenly.
-        """
-        self.layout.check(batch)
-        specs, do = self._specs(state), functools.partial(self._step, self._is_sliced(state))
-        rows = jax.tree.map(lambda leaf: P(self.layout.data) if leaf.ndim else P(), batch)
-        out = specs._replace(narrow=None)
-        return self._mapped(do, (specs, rows), (out, P()))(state, batch)
-
     def flush(self, state: ZOState) -> ZOState:
         """Make all pending updates on the exact blocks, and a new copy of them."""
         made = replace(self, refreshes=True)
@@ -95,6 +85,9 @@ class Narrowed(Streamed):
         at = state.step % self.every
         ring = jax.tree.map(lambda old, new: old.at[at].set(new), state.pending, pending)
         return ZOState(dict(outer=outer, blocks=None), state.key, state.step + 1, ring)
+
+    def _specs_after(self, specs: Any) -> Any:
+        return specs._replace(narrow=None)
 
     def _stack(self, state: ZOState) -> Any:
         return state.params["blocks"] if self.refreshes else state.narrow["values"]

@@ -70,7 +70,7 @@ class Streamed:
         self.layout.check(batch)
         specs, do = self._specs(state), functools.partial(self._step, self._is_sliced(state))
         rows = jax.tree.map(lambda leaf: P(self.layout.data) if leaf.ndim else P(), batch)
-        return self._mapped(do, (specs, rows), (specs, P()))(state, batch)
+        return self._mapped(do, (specs, rows), (self._specs_after(specs), P()))(state, batch)
 
     def flush(self, state: ZOState) -> ZOState:
         """Make the pending update: each block goes to the device and back."""
@@ -106,6 +106,10 @@ class Streamed:
 
     def _after(self, state: ZOState, outer: Any, blocks: Any, pending: Pending) -> ZOState:
         return after(state, dict(outer=outer, blocks=blocks), pending)
+
+    def _specs_after(self, specs: Any) -> Any:
+        """Return the shardings of the state after a step, by those before it."""
+        return specs
 
     def _numbers(self, state: ZOState) -> Any:
         """Return each parameter's number."""

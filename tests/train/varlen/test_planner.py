@@ -231,7 +231,7 @@ def test_a_size_of_none_is_the_default_and_zero_is_refused(name: str):
 
 
 def test_a_ring_of_matmuls_is_judged_by_all_its_static_slots():
-    """As long sequences alone, tiles are full and hops hidden, and it would look as fast."""
+    """Of long sequences alone tiles are full and hops are hidden, so both would look as fast."""
     nodes = Nodes(1, 8)
     costs = replace(
         COSTS, kv_heads=8, tile=(512, 512), remap_bytes=8192.0, blocks=(512,), pair_s=(3e-11,)

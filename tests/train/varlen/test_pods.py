@@ -61,7 +61,7 @@ def test_the_kernel_is_taken_where_the_chip_has_it_and_hops_are_covered(chip, ri
         assert text.count(f'custom_call_target="{call}"') == kernels
     assert bool(re.search(r"f32\[[^]]*1280,1280\]", text)) == (not ringed)  # no scores in memory
     hops = [c for c in jaxoverlap.audit(text).collectives if c.kind == "collective-permute"]
-    bare = [c for c in hops if not c.covered]
-    assert len(hops) >= 6 and len(bare) == (2 if ringed else 0), [str(c) for c in bare]
+    exposed = [c for c in hops if not c.covered]
+    assert len(hops) >= 6 and len(exposed) == (2 if ringed else 0), [str(c) for c in exposed]
     # The kernel has all gradients at the end: the last sums of keys and values go home exposed.
-    assert all(c.computation == hops[-1].computation for c in bare)
+    assert all(c.computation == hops[-1].computation for c in exposed)

@@ -132,7 +132,7 @@ def check() -> None:
             if not off < _TOLERANCE:
                 raise RuntimeError(
                     f"cuDNN's attention of packed sequences is off by {off:.3f} of the largest "
-                    f"{name} on this GPU, beside plain matmuls: pass fused=False, and report it"
+                    f"{name} on this GPU, by plain matmuls: pass fused=False, and report it"
                 )
 
 
