@@ -47,17 +47,21 @@ def least_s(lengths, nodes, costs, capacity):
         links = [(costs.intra.latency_s, 1 / costs.intra.bytes_per_s)]
         if nodes.crosses(g):
             links.append((costs.network.latency_s, best_rate))
+        tokens, compute = price.tokens[k], price.compute_s[k]
+        merge_s = costs.merge_s * costs.fused_rings * (g > 1)
         for phase, (work, moved) in enumerate(((1, 1), (BACKWARD_COMPUTE, costs.backward_bytes))):
             at, launch = seconds + 2 * j + phase, g * costs.launch_s
-            compute = {i * m + j: work * price.compute_s[k][i] for i in range(n)}
-            add({at: -1, used + j: launch} | compute, -np.inf, 0)
-            for latency, rate in links if g > 1 else ():
-                sent = {
-                    i * m + j: work * price.compute_s[k][i] / g
-                    + (g - 1) * rate * moved * costs.token_bytes * price.tokens[k][i]
-                    for i in range(n)
-                }
-                add({at: -1, used + j: launch + (g - 1) * latency} | sent, -np.inf, 0)
+            block = [work * (compute[i] / g + merge_s * tokens[i]) for i in range(n)]
+            # The last sums of the fused kernel's gradients go home under nothing.
+            home = (costs.backward_bytes - 1) * phase * costs.fused_rings
+            for latency, rate in links if g > 1 else ((0, 0),):
+                sent = rate * costs.token_bytes * tokens
+                fixed = launch + latency * (home > 0)
+                done = {i * m + j: g * block[i] + home * sent[i] for i in range(n)}
+                add({at: -1, used + j: fixed} | done, -np.inf, 0)
+                fixed += (g - 1) * latency
+                done = {i * m + j: block[i] + ((g - 1) * moved + home) * sent[i] for i in range(n)}
+                add({at: -1, used + j: fixed} | done, -np.inf, 0)
     for device in range(nodes.total):
         on = [j for j, (k, r) in enumerate(rings) if device // sizes[k] == r]
         add({seconds + 2 * j + p: 1 for j in on for p in (0, 1)} | {end: -1}, -np.inf, 0)
