@@ -291,7 +291,8 @@ def test_ctrl_c_ends_a_tuning_and_its_children(child: str, tmp_path: Path):
     assert code == 130
     assert "interrupted" in stderr and "Traceback" not in stderr
     assert not [child for child in found if _runs(child)]
-    assert not (tmp_path / "p.json").exists()
+    if (out := tmp_path / "p.json").exists():  # a candidate was compiled before Ctrl-C
+        Plan.read(out)  # raises if the file is not whole
 
 
 @needs_plugin
