@@ -140,11 +140,11 @@ class CompiledChoice:
         options = replace(self.options, room=room)
         return CompiledChoice(self.call, step_program(self.call, options, found), options)
 
-    def check(self, taken: Candidate) -> None:
+    def check(self, needed: int) -> None:
         """Refuse a compiled step that needs more memory than `memory=` states.
 
         Args:
-            taken: the candidate that is taken: one that fits, if any does that can be simulated.
+            needed: the bytes that it needs.
 
         Raises:
             UserError: if it does not fit.
@@ -152,7 +152,7 @@ class CompiledChoice:
         if self.options.memory is None or self.program.cost is None:
             return
         most = most_bytes(self.options, self.program.cost.cluster)
-        if (needed := taken.evaluation.peak_bytes) > most:
+        if needed > most:
             raise UserError(
                 f"memory={memory_text(self.options.memory)}: a device needs {human_bytes(needed)}, "
                 f"{human_bytes(needed - most)} too many, although {self._least()}. Shard over more "
@@ -181,6 +181,11 @@ class CompiledChoice:
         """Lower a candidate."""
         new = self.program_of(candidate)
         return lowered_as(self.call, new), new
+
+    def instead_of(self, lowered: Lowered) -> Lowered:
+        """Return this choice's overlapped step, lowered as that of another choice was."""
+        other, new = self.lowered(self.candidates().candidates["overlapped"])
+        return lowered.instead(other, new.plan, new.ordering)
 
     def compiler(
         self, workers: int = MOST_WORKERS, options: Mapping[str, Any] | None = None
@@ -318,19 +323,30 @@ def faster(choice: CompiledChoice, lowered: Lowered, options: dict[str, Any] | N
     here: dict[int | None, _Here] = {}
 
     def compiler_of(one: CompiledChoice) -> Compile:
-        stage = lowered
-        if one is not choice:
-            other, new = one.lowered(one.candidates().candidates["overlapped"])
-            stage = lowered.instead(other, new.plan, new.ordering)
+        stage = lowered if one is choice else one.instead_of(lowered)
         return here.setdefault(one.options.room, _Here(one, stage, options))
 
     done = compared(choice, compiler_of)
-    done.choice.check(done.taken)
+    done.choice.check(done.taken.evaluation.peak_bytes)
     best = here[done.choice.options.room].compiled(done.taken)
     best.speedup = done.compare.speedup(done.rows)
     if not best.speedup.is_overlapped:
         warn(best.speedup.warning(done.compare.plan.step))
     return best
+
+
+def checked(choice: CompiledChoice, lowered: Lowered, options: dict[str, Any] | None) -> Compiled:
+    """Compile a step that is not compared with others; with fewer residuals, if it does not fit.
+
+    Raises:
+        UserError: if it needs more memory than `memory=` states however little it keeps.
+    """
+    here = _Here(choice, lowered, options)
+    if (less := choice.keeping_less(here)) is not None:
+        return checked(less, less.instead_of(lowered), options)
+    compiled = here.compiled(choice.candidates().candidates["overlapped"])
+    choice.check(peak_bytes(compiled.memory_analysis()))
+    return compiled
 
 
 def decided(choice: CompiledChoice) -> StepProgram:
@@ -345,7 +361,7 @@ def decided(choice: CompiledChoice) -> StepProgram:
 
     def speedup_here() -> str:
         done = compared(choice, lambda one: one.compiler().evaluated)
-        done.choice.check(done.taken)
+        done.choice.check(done.taken.evaluation.peak_bytes)
         speedup = done.compare.speedup(done.rows)
         return msgspec.json.encode(
             msgspec.structs.replace(speedup, room=done.choice.options.room)
