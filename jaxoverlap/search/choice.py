@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import contextlib
+import contextvars
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -18,6 +19,7 @@ import msgspec
 
 from jaxoverlap._jax import jits
 from jaxoverlap._jax.jobs import peak_bytes
+from jaxoverlap._util import progress
 from jaxoverlap._util.files import kept_folder
 from jaxoverlap._util.text import first_line, human_bytes, warn
 from jaxoverlap.flags import is_gpu
@@ -284,7 +286,8 @@ class _Here:
         if first.stage not in ("overlapped", "reordered") or first.parent is not None:
             return self._children.evaluated(batch)
         with ThreadPoolExecutor(1) as pool:
-            in_children = pool.submit(self._children.evaluated, others)
+            inside = contextvars.copy_context()  # of the line that shows what is compiled
+            in_children = pool.submit(inside.run, self._children.evaluated, others)
             return [self._evaluated(first), *in_children.result()]
 
     def compiled(self, candidate: Candidate) -> Compiled:
@@ -304,6 +307,7 @@ class _Here:
     def _evaluated(self, candidate: Candidate) -> Candidate:
         try:
             one = self.compiled(candidate)
+            progress.counting()(candidate.stage)
         except jax.errors.JaxRuntimeError as error:
             return replace(candidate, evaluation=refused(first_line(error)))
         text, cost = one.as_text() or "", self._choice.program.cost
