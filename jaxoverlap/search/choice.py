@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import contextvars
+import functools
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -34,7 +35,7 @@ from jaxoverlap.search.compiled import MOST_WORKERS, Compiler, writable
 from jaxoverlap.search.found import found
 from jaxoverlap.search.kept import most_bytes, room_left
 from jaxoverlap.search.never_slower import NeverSlower
-from jaxoverlap.search.search import search_compiled
+from jaxoverlap.search.search import ranked, search_compiled
 from jaxoverlap.step.context import StepContext, mesh_of, prepare
 from jaxoverlap.step.options import Options, memory_text
 from jaxoverlap.step.pipeline import PassResult
@@ -239,15 +240,10 @@ class Compared:
     compare: NeverSlower
     rows: Sequence[Candidate]
 
-    @property
+    @functools.cached_property
     def taken(self) -> Candidate:
         """The fastest candidate that fits."""
         return self.compare.taken(self.rows)
-
-    @property
-    def order(self) -> tuple[bool, float]:
-        """What is least of the best comparison."""
-        return self.taken.evaluation.peak_bytes > self.compare.most_bytes, self.taken.seconds
 
 
 def compared(choice: CompiledChoice, compiler_of: Callable[[CompiledChoice], Compile]) -> Compared:
@@ -264,7 +260,9 @@ def compared(choice: CompiledChoice, compiler_of: Callable[[CompiledChoice], Com
     done = Compared(choice, compare, search_compiled(compare.stages, compiled))
     if (less := choice.leaving_room(compare, done.rows)) is None:
         return done
-    return min(done, compared(less, compiler_of), key=lambda one: one.order)
+    other = compared(less, compiler_of)
+    best = ranked((done.taken, other.taken), compare.most_bytes)[0]
+    return other if best is other.taken else done
 
 
 class _Here:
