@@ -110,11 +110,21 @@ def test_values_of_layers_written_one_after_the_other_are_offloaded():
 
 @pytest.mark.rotating
 @pytest.mark.parametrize(
-    ("kind", "halves"),
-    some(1, [(AxisType.Auto, None), (AxisType.Auto, 2), (AxisType.Explicit, None)]),
+    ("kind", "halves", "way"),
+    some(
+        2,
+        [
+            (AxisType.Auto, None, "scan"),
+            (AxisType.Auto, None, "unrolled"),
+            (AxisType.Auto, 2, "scan"),
+            (AxisType.Auto, 2, "unrolled"),
+            (AxisType.Explicit, None, "scan"),
+            (AxisType.Explicit, None, "unrolled"),
+        ],
+    ),
 )
-def test_a_plan_offloads_on_eight_devices(kind, halves, tmp_path):
-    drawn = Drawn(("twice", "dropped", "gelu"), "scan", "none", reverse=True, seed=3)
+def test_a_plan_offloads_on_eight_devices(kind, halves, way, tmp_path):
+    drawn = Drawn(("twice", "dropped", "gelu"), way, "none", reverse=True, seed=3)
     step, args = drawn.step, drawn.arguments(mesh_of(kind))
     if kind == AxisType.Explicit:  # a gathered weight, as JAX gathers none of itself
         w, x, key = args
