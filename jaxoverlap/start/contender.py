@@ -31,39 +31,49 @@ MEMORY_SHARE = 0.95  # of a device's memory: an allocator finds no room for the 
 
 @dataclass(frozen=True)
 class Results:
-    """Records how the original step typed and sharded its results, and which arguments it donated.
+    """Records how a program types and shards its results, and which arguments it takes.
 
     Attributes:
         types: of each result: shape, dtype and whether it is weakly typed.
         shardings: of each result.
-        deleted: of each argument, whether it was donated, and taken; None of one that is no array.
+        donated: the numbers of the arguments whose memory it takes. Whether a call has deleted an
+            array says less: on CPU devices one that NumPy reads at that time stays.
     """
 
     types: tuple[Any, ...]
     shardings: tuple[jax.sharding.Sharding, ...]
-    deleted: tuple[bool | None, ...]
+    donated: frozenset[int]
 
     @classmethod
-    def of(cls, flat: Sequence[Any], results: Sequence[jax.Array]) -> Results:
-        """Return what a call of the original step gave.
+    def of(cls, compiled: jax.stages.Compiled) -> Results:
+        """Return those of a compiled program."""
+        results = jits.results_of(compiled)
+        types, shardings = (tuple(one[part] for one in results) for part in (0, 1))
+        return cls(types, shardings, jits.donated(compiled))
 
-        Args:
-            flat: its arguments.
-            results: its results.
-        """
-        return cls(
-            tuple(map(jits.type_of, results)), tuple(x.sharding for x in results), deleted(flat)
-        )
+    @classmethod
+    def of_original(cls, call: jits.Call) -> Results:
+        """Return those of the original step, which JAX finds compiled once it has run."""
+        return cls.of(call.traced().lower().compile())
 
-    def donates_otherwise(self, flat: Sequence[Any]) -> bool:
-        """Return whether a call took other arguments than the original step's."""
-        pairs = zip(self.deleted, deleted(flat), strict=True)
-        return any(None not in pair and pair[0] != pair[1] for pair in pairs)
+    def differ(self, original: Results) -> str:
+        """Return in what they differ from the original step's; empty if in nothing."""
+        pairs = zip(self.types, self.shardings, original.types, original.shardings, strict=True)
+        for position, (made, sharding, wanted, wanted_sharding) in enumerate(pairs):
+            if made != wanted:
+                return f"result {position} is of type {made}, and not {wanted}"
+            same = sharding.is_equivalent_to(wanted_sharding, len(wanted[0]))
+            if not same or sharding.memory_kind != wanted_sharding.memory_kind:
+                return f"result {position} is sharded as {sharding}, and not {wanted_sharding}"
+        if apart := self.donated ^ original.donated:
+            donates = "donates" if min(apart) in self.donated else "does not donate"
+            return f"it {donates} argument {min(apart)}, unlike the original step"
+        return ""
 
 
-def deleted(flat: Sequence[Any]) -> tuple[bool | None, ...]:
-    """Return which arguments a call has taken; None of what is no array."""
-    return tuple(x.is_deleted() if isinstance(x, jax.Array) else None for x in flat)
+def is_taken(flat: Sequence[Any]) -> bool:
+    """Return whether a call has taken one of its arguments."""
+    return any(isinstance(x, jax.Array) and x.is_deleted() for x in flat)
 
 
 @dataclass(frozen=True)
@@ -83,22 +93,20 @@ class Contender:
     why_not: str = ""
 
 
-def contender(
-    call: jits.Call, options: Options, offer: Offer, plain: Results, room_bytes: float
-) -> Contender:
+def contender(call: jits.Call, options: Options, offer: Offer, room_bytes: float) -> Contender:
     """Compile a program that is worth a trial.
 
     Args:
-        call: the step's call.
+        call: the step's call; the original step has run.
         options: the user's options.
         offer: the program, by its plan.
-        plain: what the original step gave.
         room_bytes: bytes of a device that the step may have; infinity where not known.
     """
     try:
         program = step_program(call, replace(options, plan=offer.plan, on_error="raise"), found)
         compiled = within(lambda: _compiled(call, program), COMPILE_WITHIN_S)
         run = jits.flat_call(compiled)
+        why_not = Results.of(compiled).differ(Results.of_original(call))
     except TimeoutError:
         return Contender(why_not=f"XLA did not compile it within {COMPILE_WITHIN_S:g} s")
     except Exception as error:  # whatever it is, training goes on without this candidate
@@ -106,7 +114,6 @@ def contender(
     facts = program.agreement.facts if program.agreement else {}
     digest = hashlib.sha256(msgspec.json.encode(sorted(facts.items()))).hexdigest()
     needs = peak_bytes(compiled.memory_analysis())
-    why_not = differs(compiled, plain)
     if needs > room_bytes:
         why_not = f"it needs {human_bytes(needs)} of a device, where {human_bytes(room_bytes)} are"
     if why_not:
@@ -139,21 +146,6 @@ def within[T](work: Callable[[], T], seconds: float) -> T:
 
     threading.Thread(target=run, name="jaxoverlap compiles", daemon=True).start()
     return result.result(timeout=seconds)
-
-
-def differs(compiled: jax.stages.Compiled, plain: Results) -> str:
-    """Return in which result a program differs from the original step; empty if in none."""
-    for position, (made, wanted) in enumerate(
-        zip(jits.results_of(compiled), zip(plain.types, plain.shardings, strict=True), strict=True)
-    ):
-        (made_type, made_sharding), (wanted_type, wanted_sharding) = made, wanted
-        if made_type != wanted_type:
-            return f"result {position} is of type {made_type}, and not {wanted_type}"
-        rank = len(wanted_type[0])
-        same = made_sharding.is_equivalent_to(wanted_sharding, rank)
-        if not same or made_sharding.memory_kind != wanted_sharding.memory_kind:
-            return f"result {position} is sharded as {made_sharding}, and not {wanted_sharding}"
-    return ""
 
 
 def fits_as_written(call: jits.Call, options: Options) -> bool:
