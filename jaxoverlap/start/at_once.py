@@ -20,7 +20,7 @@ from jaxoverlap.passes.analysis.errors import RewriteError
 from jaxoverlap.search.found import found
 from jaxoverlap.start import contender, kept
 from jaxoverlap.start.board import Board
-from jaxoverlap.start.candidates import Offers, offers_of
+from jaxoverlap.start.candidates import Offers, offers_of, tuned_offers_of
 from jaxoverlap.start.contender import Contender
 from jaxoverlap.start.course import Course, StepTurn
 from jaxoverlap.start.kept import KeptDecision
@@ -31,6 +31,7 @@ from jaxoverlap.step.context import mesh_of
 from jaxoverlap.step.options import Options
 from jaxoverlap.step.processes import DisagreementError, processes_of
 from jaxoverlap.step.program import StepProgram, step_program
+from jaxoverlap.tuning.tune import Tuning
 
 
 class AtOnce:
@@ -41,9 +42,18 @@ class AtOnce:
             step, or nothing is known.
     """
 
-    def __init__(self, call: jits.Call, options: Options, start: Start):
+    def __init__(
+        self, call: jits.Call, options: Options, start: Start, tuning: Tuning | None = None
+    ):
+        """Find what an earlier run decided.
+
+        Args:
+            call: the first call.
+            options, start: the user's.
+            tuning: how to search for candidates; None: as `overlap` does.
+        """
         self._call = jits.without_arrays(call)
-        self._options, self._start = options, start
+        self._options, self._start, self._tuning = options, start, tuning
         self._board = Board(processes_of(mesh_of(call)))
         self._planner = TrialPlanner(self._board, call.name, start.trials)
         self._course = Course(self._board, self._planner.plan)
@@ -76,7 +86,7 @@ class AtOnce:
         Raises:
             DisagreementError: if process 0 runs another step, or by other options.
         """
-        identity = kept.identity(self._call, self._options)
+        identity = kept.identity(self._call, self._options, self._tuning)
         if self._board.leads:
             self._key = kept.key_of(identity)
             known = kept.read(self._start.folder, self._key)
@@ -186,7 +196,7 @@ class AtOnce:
         self._record = record
         self._programs = {n: one for n, one in self._programs.items() if n == program}
         if self._board.leads and any(one.seconds for one in record.candidates):
-            plan = self._planner.offers.offers[program - 1].plan if program else None
+            plan = self._programs[program].plan if program else None
             mesh = mesh_of(self._call)
             devices = f"{mesh.size} x {mesh.devices.flat[0].device_kind}"
             decision = KeptDecision(devices=devices, plan=plan, trials=self.trials)
@@ -232,7 +242,10 @@ class AtOnce:
         if not self._board.leads:
             return msgspec.json.decode(self._board.get("offers"), type=Offers)
         try:
-            offers = offers_of(self._call, self._options)
+            if self._tuning is None:
+                offers = offers_of(self._call, self._options)
+            else:
+                offers = tuned_offers_of(self._call, self._options, self._tuning)
         except Exception as error:  # training goes on with the original step
             offers = Offers(why=f"{type(error).__name__}: {error}")
         if not self._board.is_alone:

@@ -18,6 +18,7 @@ from jaxoverlap._jax.jobs import peak_bytes
 from jaxoverlap._jax.thread_config import inheriting
 from jaxoverlap._util.text import first_line, human_bytes
 from jaxoverlap.hardware.topology import cluster_of
+from jaxoverlap.plan.plan import Plan
 from jaxoverlap.search.found import found
 from jaxoverlap.search.kept import most_bytes
 from jaxoverlap.start.candidates import Offer
@@ -53,8 +54,8 @@ class Results:
 
     @classmethod
     def of_original(cls, call: jits.Call) -> Results:
-        """Return those of the original step, which JAX finds compiled once it has run."""
-        return cls.of(call.traced().lower().compile())
+        """Return those of the original step."""
+        return cls.of(_original(call))
 
     def differ(self, original: Results) -> str:
         """Return in what they differ from the original step's; empty if in nothing."""
@@ -82,12 +83,14 @@ class Contender:
 
     Attributes:
         run: takes the flat arguments, and returns the flat results; None if it cannot run.
+        plan: its plan as it was followed; None for the original step, or where it was not.
         digest: a hash of what was compiled, the same in all processes.
         peak_bytes: bytes that a device needs at most.
         why_not: why it cannot run; empty if it can.
     """
 
     run: Callable[[Sequence[Any]], list[Any]] | None = None
+    plan: Plan | None = None
     digest: str = ""
     peak_bytes: int = 0
     why_not: str = ""
@@ -97,7 +100,7 @@ def contender(call: jits.Call, options: Options, offer: Offer, room_bytes: float
     """Compile a program that is worth a trial.
 
     Args:
-        call: the step's call; the original step has run.
+        call: the step's call.
         options: the user's options.
         offer: the program, by its plan.
         room_bytes: bytes of a device that the step may have; infinity where not known.
@@ -116,9 +119,17 @@ def contender(call: jits.Call, options: Options, offer: Offer, room_bytes: float
     needs = peak_bytes(compiled.memory_analysis())
     if needs > room_bytes:
         why_not = f"it needs {human_bytes(needs)} of a device, where {human_bytes(room_bytes)} are"
-    if why_not:
-        return Contender(digest=digest, peak_bytes=needs, why_not=why_not)
-    return Contender(run, digest, needs)
+    return Contender(None if why_not else run, program.plan, digest, needs, why_not)
+
+
+def original(call: jits.Call) -> Contender:
+    """Return the original step, compiled as `jax.jit` does, as one that trials compare with."""
+    return Contender(jits.flat_call(_original(call)))
+
+
+def _original(call: jits.Call) -> jax.stages.Compiled:
+    """Return the original step compiled; JAX finds it so once it has run."""
+    return call.traced().lower().compile()
 
 
 def _compiled(call: jits.Call, program: StepProgram) -> jax.stages.Compiled:
@@ -156,8 +167,7 @@ def fits_as_written(call: jits.Call, options: Options) -> bool:
     cluster = options.cluster or cluster_of(mesh_of(call), options.agree_within_s)
     if options.memory is None or cluster is None:
         return True
-    compiled = call.traced().lower().compile()
-    return peak_bytes(compiled.memory_analysis()) <= most_bytes(options, cluster)
+    return peak_bytes(_original(call).memory_analysis()) <= most_bytes(options, cluster)
 
 
 def room_bytes(flat: Sequence[Any]) -> float:

@@ -439,7 +439,7 @@ def test_programs_take_turns_and_the_state_is_the_plain_ones(seed, mesh, tmp_pat
         ({"on_trials": "print"}, "on_trials='print': expected a function"),
         ({"start": "plain", "trials": None}, "start='plain' with trials=None"),
         ({"start": "plain", "never_slower": False}, "start='plain' with never_slower=False"),
-        ({"start": "plain", "tune": True}, "start='plain' with tune"),
+        ({"start": "plain", "plan": "p.json"}, "start='plain' with plan"),
         ({"trials": 20, "start": "decided"}, "trials=20 with start='decided'"),
         ({"cache": "x", "start": "decided"}, "cache with start='decided'"),
     ],
@@ -459,7 +459,8 @@ def test_bad_arguments_are_refused(options, message, mesh):
         ({"start": "decided"}, "decided", "decided"),
         ({"trials": None}, "decided", "decided"),
         ({"never_slower": False}, "decided", "decided"),
-        ({"tune": True}, "decided", "decided"),
+        ({"tune": True}, "decided", "plain"),
+        ({"tune": True, "trials": None}, "decided", "decided"),
     ],
 )
 def test_how_a_step_starts(options, on_cpus, on_gpus, mesh):
