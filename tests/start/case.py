@@ -36,12 +36,13 @@ def make_mesh(axes: Mapping[str, int] = dict(AXES)) -> jax.sharding.Mesh:
 
 
 def make_step(mesh: jax.sharding.Mesh, rate: float = 0.1) -> Any:
-    """Return a step of SGD with momentum, tensor and sequence parallel; it donates its state."""
-    columns, rows = NamedSharding(mesh, P(None, "model")), NamedSharding(mesh, P("model"))
+    """Return a step of SGD with momentum; data, tensor and sequence parallel; donates its state."""
+    inner = NamedSharding(mesh, P("data", "model"))
+    stream = NamedSharding(mesh, P(("data", "model")))
 
     def loss(w, x):
-        h = lax.with_sharding_constraint(x @ w["up"], columns)
-        y = lax.with_sharding_constraint(jnp.tanh(h) @ w["down"], rows)
+        h = lax.with_sharding_constraint(x @ w["up"], inner)
+        y = lax.with_sharding_constraint(jnp.tanh(h) @ w["down"], stream)
         return jnp.mean((y - jnp.sin(x)) ** 2)
 
     @functools.partial(jax.jit, donate_argnums=0)
@@ -69,7 +70,7 @@ def arguments(mesh: jax.sharding.Mesh, seed: int = 0) -> tuple[Any, jax.Array]:
     scalar = NamedSharding(mesh, P())
     count = jax.make_array_from_callback((), scalar, lambda _: np.zeros((), "i"))
     state = {"w": weights(), "momentum": weights(), "count": count}
-    return state, placed((BATCH, HIDDEN), rows)
+    return state, placed((BATCH, HIDDEN), NamedSharding(mesh, P(("data", "model"))))
 
 
 @functools.cache

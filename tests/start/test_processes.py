@@ -13,10 +13,12 @@ from jaxoverlap.start.record import PLAIN
 from tests.start import child
 from tests.start.case import arguments, make_step, train
 from tests.support.processes import run
+from tests.support.seeds import some
 
 TOLERANCE = {"rtol": 2e-4, "atol": 1e-6}
-TRAINS = [scenario.__name__ for scenario in child.SCENARIOS if scenario is not child.another_step]
-NAMES = [*TRAINS, "another_step"]
+FASTEST = some(1, [*child.FASTEST])  # of twelve
+NAMES = [name for name in child.SCENARIOS if name in FASTEST or name not in child.FASTEST]
+TRAINS = [name for name in NAMES if name != "another_step"]
 
 
 @pytest.fixture(scope="module", params=[2, 4])
@@ -51,6 +53,16 @@ def dropped(outcomes: Any, name: str) -> dict[str, str]:
     return {one["name"]: one["dropped"] for one in rows["trials"]["candidates"] if one["dropped"]}
 
 
+@pytest.mark.rotating
+@pytest.mark.parametrize("name", FASTEST)
+def test_the_fastest_is_kept_by_all(name, outcomes):
+    """Each program in its turn; the others are slowed in one process, or in all."""
+    for one in outcomes[name]:
+        assert one["trials"]["taken"] == one["wanted"]
+        assert not any(program["dropped"] for program in one["trials"]["candidates"])
+        assert one["trials"]["trial_steps"] <= 60
+
+
 def test_the_slowest_process_counts(outcomes):
     (trials, *_) = (one["trials"] for one in outcomes["slower_elsewhere"])
     assert trials["taken"] == "two_way" and trials["trial_steps"] <= 60
@@ -71,6 +83,23 @@ def test_what_fails_in_one_process_is_dropped_in_all(outcomes):
     assert dropped(outcomes, "another_in_one") == {
         "one_way": "it is not the same program in all processes"
     }
+
+
+def test_what_hangs_is_too_large_or_differs_in_one_process_is_dropped_in_all(outcomes):
+    last = len(outcomes["dropped_in_one"]) - 1
+    why = {"one_way": "not compile it within 0.5 s", "two_way": "where 1.0 kB are"}
+    found = dropped(outcomes, "dropped_in_one")
+    for name, text in (why | {"direct": "its results differ"}).items():
+        assert text in found[name] and found[name].endswith(f"(process {last})")
+    for one in outcomes["dropped_in_one"]:
+        assert one["trials"]["taken"] == PLAIN and one["trials"]["trial_steps"] == 0
+
+
+def test_a_tunings_programs_have_trial_steps_in_all(outcomes):
+    assert not dropped(outcomes, "tuned")
+    for one in outcomes["tuned"]:
+        names = [program["name"] for program in one["trials"]["candidates"]]
+        assert names[:2] == [PLAIN, "rules"] and len(names) == 3
 
 
 def test_a_late_process_keeps_all_together(outcomes):
