@@ -36,7 +36,6 @@ from tests.start.case import (
     train,
     trials_of,
 )
-from tests.support.seeds import rotating
 
 TOLERANCE = {"rtol": 2e-4, "atol": 1e-6}
 
@@ -389,41 +388,6 @@ def test_the_environment_names_the_cache(mesh, tmp_path, monkeypatch):
     assert jaxoverlap.overlap(make_step(mesh), start="plain")._start.folder == tmp_path / "starts"
     named = jaxoverlap.overlap(make_step(mesh), cache=tmp_path / "own")
     assert named._start.folder == Path(tmp_path / "own" / "starts")
-
-
-# -- donation -------------------------------------------------------------------------------------
-
-
-def alternates(seed: int, mesh: jax.sharding.Mesh, tmp_path: Path, monkeypatch: Any) -> None:
-    """Compare the state after 40 steps, in which programs take turns, with the plain step's."""
-    rng = random.Random(seed)
-    names = rng.sample(VARIANTS, rng.randrange(1, 4))
-    offer(monkeypatch, names)
-    step = jaxoverlap.overlap(
-        make_step(mesh), start="plain", cache=tmp_path, on_trials=lambda _: None
-    )
-    warm, x = arguments(mesh, seed + 1)
-    end = time.monotonic() + 60
-    while not (step.trials and step._started.values()[0]._board.reports("made")):
-        warm, _ = step(warm, x)
-        assert time.monotonic() < end
-        time.sleep(0.01)
-    state, x = arguments(mesh, seed)
-    state, losses = train(step, state, x, lambda number: number == 40)
-    wanted, expected = train(make_step(mesh), *arguments(mesh, seed), lambda n: n == 40)
-    np.testing.assert_allclose(losses, expected, rtol=1e-3, atol=1e-6)
-    for made, plain in zip(jax.tree.leaves(state), jax.tree.leaves(wanted), strict=True):
-        np.testing.assert_allclose(made, plain, rtol=2e-3, atol=1e-5)
-        assert made.sharding.is_equivalent_to(plain.sharding, made.ndim)
-        assert made.dtype == plain.dtype and made.weak_type == plain.weak_type
-    assert {one.name for one in step.trials[0].ran} == {PLAIN, *names}
-    assert int(state["count"]) == 40
-
-
-@pytest.mark.rotating
-@pytest.mark.parametrize("seed", rotating(3, range(300)))
-def test_programs_take_turns_and_the_state_is_the_plain_ones(seed, mesh, tmp_path, monkeypatch):
-    alternates(seed, mesh, tmp_path, monkeypatch)
 
 
 # -- arguments ------------------------------------------------------------------------------------
