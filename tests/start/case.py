@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -32,7 +33,9 @@ MOST_S = 100  # that a search and compilations may take on a busy machine
 
 
 def make_mesh(axes: Mapping[str, int] = dict(AXES)) -> jax.sharding.Mesh:
-    return jax.make_mesh(tuple(axes.values()), tuple(axes), (AxisType.Auto,) * len(axes))
+    """Return a mesh over the first devices; of several hosts too, where `jax.make_mesh` refuses."""
+    devices = np.array(jax.devices()[: math.prod(axes.values())]).reshape(*axes.values())
+    return jax.sharding.Mesh(devices, tuple(axes), axis_types=(AxisType.Auto,) * len(axes))
 
 
 def make_step(mesh: jax.sharding.Mesh, rate: float = 0.1) -> Any:

@@ -13,7 +13,7 @@ import json
 import random
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +22,7 @@ import msgspec
 import pytest
 
 import jaxoverlap
+from benchmarks.lab.hosts import Host
 from jaxoverlap import DisagreementError
 from jaxoverlap._jax import jits
 from jaxoverlap.start import at_once, candidates, contender
@@ -206,15 +207,26 @@ SCENARIOS: dict[str, Callable[[Path, int, pytest.MonkeyPatch], Any]] = {
 }
 
 
-def main(rank: int, processes: int, port: str, folder: Path, names: list[str]) -> None:
-    jax.config.update("jax_num_cpu_devices", 4 // processes)
-    jax.config.update("jax_cpu_collectives_implementation", "gloo")
-    jax.distributed.initialize(f"localhost:{port}", processes, rank)
+def results_of(names: list[str], folder: Path, rank: int) -> Iterator[dict[str, Any]]:
+    """Run scenarios in this process; yield a row for each."""
     for name in names:
         began = time.monotonic()
         with pytest.MonkeyPatch.context() as patch:
             result = SCENARIOS[name](folder, rank, patch)
-        row = {"scenario": name, "result": result, "seconds": time.monotonic() - began}
+        yield {"scenario": name, "result": result, "seconds": time.monotonic() - began}
+
+
+def on_host(host: Host, *, names: list[str]) -> list[dict[str, Any]]:
+    """Run scenarios on a host of the lab."""
+    host.start_jax(devices=4 // host.count)
+    return list(results_of(names, Path(host.folder), host.rank))
+
+
+def main(rank: int, processes: int, port: str, folder: Path, names: list[str]) -> None:
+    jax.config.update("jax_num_cpu_devices", 4 // processes)
+    jax.config.update("jax_cpu_collectives_implementation", "gloo")
+    jax.distributed.initialize(f"localhost:{port}", processes, rank)
+    for row in results_of(names, folder, rank):
         print(json.dumps(row), flush=True)
 
 

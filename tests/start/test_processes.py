@@ -9,12 +9,14 @@ import numpy as np
 import pytest
 from jax.sharding import AxisType
 
+from benchmarks.lab import Lab, Network, why_not
 from jaxoverlap.start.record import PLAIN
 from tests.start import child
 from tests.start.case import arguments, make_step, train
 from tests.support.processes import run
 from tests.support.seeds import some
 
+NO_LAB = why_not()
 TOLERANCE = {"rtol": 2e-4, "atol": 1e-6}
 FASTEST = some(1, [*child.FASTEST])  # of twelve
 NAMES = [name for name in child.SCENARIOS if name in FASTEST or name not in child.FASTEST]
@@ -115,3 +117,17 @@ def test_where_process_0_finds_nothing_all_run_plain(outcomes):
 def test_another_step_is_refused_before_it_runs(outcomes):
     *_, last = outcomes["another_step"]
     assert "train_step is not the same step in processes" in last
+
+
+@pytest.mark.nightly
+@pytest.mark.skipif(bool(NO_LAB), reason=f"no lab: {NO_LAB}")
+@pytest.mark.parametrize("hosts", [2, 4])
+def test_the_fastest_is_kept_by_all_hosts_of_the_lab(hosts):
+    """All twelve steps, over links of 1 Gbit/s; and what is dropped in one host is in all."""
+    names = [*child.FASTEST, "dropped_in_one"]
+    with Lab(Network(hosts=hosts, rate_mbit=1000)) as lab:
+        done = lab.run(f"{child.__name__}:{child.on_host.__name__}", names=names)
+    for rows in zip(*done, strict=True):
+        trials = [row["result"]["trials"] for row in rows]
+        assert {one["taken"] for one in trials} == {rows[0]["result"].get("wanted", PLAIN)}
+        assert all(one["ran"] == trials[0]["ran"] for one in trials)
