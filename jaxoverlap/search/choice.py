@@ -6,6 +6,8 @@
 from __future__ import annotations
 
 import contextlib
+import contextvars
+import functools
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -18,6 +20,7 @@ import msgspec
 
 from jaxoverlap._jax import jits
 from jaxoverlap._jax.jobs import peak_bytes
+from jaxoverlap._util import progress
 from jaxoverlap._util.files import kept_folder
 from jaxoverlap._util.text import first_line, human_bytes, warn
 from jaxoverlap.flags import is_gpu
@@ -32,7 +35,7 @@ from jaxoverlap.search.compiled import MOST_WORKERS, Compiler, writable
 from jaxoverlap.search.found import found
 from jaxoverlap.search.kept import most_bytes, room_left
 from jaxoverlap.search.never_slower import NeverSlower
-from jaxoverlap.search.search import search_compiled
+from jaxoverlap.search.search import ranked, search_compiled
 from jaxoverlap.step.context import StepContext, mesh_of, prepare
 from jaxoverlap.step.options import Options, memory_text
 from jaxoverlap.step.pipeline import PassResult
@@ -237,15 +240,10 @@ class Compared:
     compare: NeverSlower
     rows: Sequence[Candidate]
 
-    @property
+    @functools.cached_property
     def taken(self) -> Candidate:
         """The fastest candidate that fits."""
         return self.compare.taken(self.rows)
-
-    @property
-    def order(self) -> tuple[bool, float]:
-        """What is least of the best comparison."""
-        return self.taken.evaluation.peak_bytes > self.compare.most_bytes, self.taken.seconds
 
 
 def compared(choice: CompiledChoice, compiler_of: Callable[[CompiledChoice], Compile]) -> Compared:
@@ -262,7 +260,9 @@ def compared(choice: CompiledChoice, compiler_of: Callable[[CompiledChoice], Com
     done = Compared(choice, compare, search_compiled(compare.stages, compiled))
     if (less := choice.leaving_room(compare, done.rows)) is None:
         return done
-    return min(done, compared(less, compiler_of), key=lambda one: one.order)
+    other = compared(less, compiler_of)
+    best = ranked((done.taken, other.taken), compare.most_bytes)[0]
+    return other if best is other.taken else done
 
 
 class _Here:
@@ -284,7 +284,8 @@ class _Here:
         if first.stage not in ("overlapped", "reordered") or first.parent is not None:
             return self._children.evaluated(batch)
         with ThreadPoolExecutor(1) as pool:
-            in_children = pool.submit(self._children.evaluated, others)
+            inside = contextvars.copy_context()  # of the line that shows what is compiled
+            in_children = pool.submit(inside.run, self._children.evaluated, others)
             return [self._evaluated(first), *in_children.result()]
 
     def compiled(self, candidate: Candidate) -> Compiled:
@@ -304,6 +305,7 @@ class _Here:
     def _evaluated(self, candidate: Candidate) -> Candidate:
         try:
             one = self.compiled(candidate)
+            progress.counting()(candidate.stage)
         except jax.errors.JaxRuntimeError as error:
             return replace(candidate, evaluation=refused(first_line(error)))
         text, cost = one.as_text() or "", self._choice.program.cost

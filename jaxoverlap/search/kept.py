@@ -246,8 +246,11 @@ def _selected(
     some = itertools.islice(remats.selections(prices, room, offload=on_gpus), most)
     rows = [_estimated(step, one, budget) for one in some]
     why = next((row.why_not for row in rows if row.why_not), "no value saves enough time")
-    fit = (row for row in rows if not row.why_not)
-    return min(fit, key=lambda row: row.step_s, default=None), why
+    best: _Row | None = None
+    for row in rows:
+        if not row.why_not and (best is None or gains(row.step_s, best.step_s, 0)):
+            best = row
+    return best, why
 
 
 def _estimated(step: StepContext, selection: Selection, budget: float) -> _Row:

@@ -129,15 +129,14 @@ def test_the_compiled_step_needs_no_more_than_was_said():
 @marked(pods)
 def test_values_without_room_wait_in_the_hosts_memory():
     step, args = step_of()
-    overlapped = overlap(step, memory="350MB", never_slower=False)
-    plan = overlapped.explain(*args)
+    plan = overlap(step, memory="350MB", never_slower=False).explain(*args)
     offloaded = [edit for edit in plan.edits if isinstance(edit, Offload)]
     moved = sum(edit.bytes_offloaded for edit in offloaded)
     assert len(offloaded) >= 2
     assert f"MB more and offloads {human_bytes(moved)} to the host: " in plan.notes[0]
-    assert jaxoverlap.overlap(step, plan=plan).explain(*args).edits == plan.edits
-    compiled = overlapped.lower(*args).compile()
-    copies = jaxoverlap.audit(compiled).host_coverage
+    followed = jaxoverlap.overlap(step, plan=plan)
+    assert followed.explain(*args).edits == plan.edits
+    copies = jaxoverlap.audit(followed.lower(*args).compile()).host_coverage
     once = moved * (SIZES.layers - 1) // SIZES.layers  # the last value stays
     for direction in (FROM_HOST, TO_HOST):
         assert copies[direction].synchronous == 0
