@@ -27,7 +27,7 @@ TRAINS = [name for name in NAMES if name != "another_step"]
 def outcomes(request, tmp_path_factory) -> dict[str, list[dict[str, Any]]]:
     """Return what each process says of each scenario."""
     folder = tmp_path_factory.mktemp("trials")
-    done = run(request.param, folder, *NAMES, module=child.__name__, most_s=300)
+    done = run(request.param, folder, *NAMES, module=child.__name__, most_s=600)
     for code, rows, err in done:
         assert code == 0 and list(rows) == NAMES, err[-4000:]
     return {name: [rows[name]["result"] for _, rows, _ in done] for name in NAMES}
