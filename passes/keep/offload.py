@@ -145,7 +145,7 @@ def saved(jaxpr: Any) -> list[Offload]:
 
 
 def _late(values: Sequence[tuple[int, _Place]]) -> tuple[_Place, ...]:
-    """Return the places of values, but for the one that is read first where no scan stacks them.
+    """Say where values are, but for the one that is read first where no scan stacks them.
 
     Args:
         values: the first reader of each, -1 of a stack; and its place.
