@@ -245,6 +245,14 @@ class Compared:
         """The fastest candidate that fits."""
         return self.compare.taken(self.rows)
 
+    def check(self) -> None:
+        """Refuse a step none of whose candidates fits (`CompiledChoice.check`)."""
+        needed = self.taken.evaluation.peak_bytes
+        if needed > self.compare.most_bytes:
+            compiled = (row.evaluation for row in self.rows if not row.evaluation.refusal)
+            needed = min((one.peak_bytes for one in compiled), default=needed)
+        self.choice.check(needed)
+
 
 def compared(choice: CompiledChoice, compiler_of: Callable[[CompiledChoice], Compile]) -> Compared:
     """Compile the candidates of a step; with fewer residuals too, where they leave too little room.
@@ -329,7 +337,7 @@ def faster(choice: CompiledChoice, lowered: Lowered, options: dict[str, Any] | N
         return here.setdefault(one.options.room, _Here(one, stage, options))
 
     done = compared(choice, compiler_of)
-    done.choice.check(done.taken.evaluation.peak_bytes)
+    done.check()
     best = here[done.choice.options.room].compiled(done.taken)
     best.speedup = done.compare.speedup(done.rows)
     if not best.speedup.is_overlapped:
@@ -363,7 +371,7 @@ def decided(choice: CompiledChoice) -> StepProgram:
 
     def speedup_here() -> str:
         done = compared(choice, lambda one: one.compiler().evaluated)
-        done.choice.check(done.taken.evaluation.peak_bytes)
+        done.check()
         speedup = done.compare.speedup(done.rows)
         return msgspec.json.encode(
             msgspec.structs.replace(speedup, room=done.choice.options.room)
