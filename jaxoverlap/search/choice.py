@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -49,6 +48,8 @@ from jaxoverlap.step.program import (
 from jaxoverlap.step.stages import Compiled, Lowered
 from jaxoverlap.step.trial import Request, attempt, evaluated, refused
 
+Compile = Callable[[Sequence[Candidate]], list[Candidate]]
+"""Compiles candidates, and returns them with their evaluations."""
 _TIMEOUT_S = 3600.0  # of a child; what takes as long is stuck
 _DECIDED_WITHIN_S = 3 * _TIMEOUT_S  # three rounds of children, those of a round at a time
 
@@ -91,32 +92,46 @@ class CompiledChoice:
         most = most_bytes(self.options, cost.cluster)
         return NeverSlower(made, cost, reorders=self.options.schedule is not None, most_bytes=most)
 
-    def keeping_less(self, compiled: Callable[[Candidate], Candidate]) -> CompiledChoice | None:
+    def keeping_less(self, compiled: Compile) -> CompiledChoice | None:
         """Return the choice with fewer residuals, if a step needs more than `memory=` states.
 
         Args:
-            compiled: compiles a candidate.
+            compiled: compiles candidates.
         """
         if self.options.memory is None:
             return None
         assert self.program.cost is not None and self.program.plan is not None
         most = most_bytes(self.options, self.program.cost.cluster)
-        overlapped = compiled(self.candidates().candidates["overlapped"])
+        (overlapped,) = compiled([self.candidates().candidates["overlapped"]])
         if (peak_bytes := overlapped.evaluation.peak_bytes) <= most:
             return None
-        less = self.with_room(room_left(self.program.plan.edits, peak_bytes - most))
-        if less.program.plan is None or less.program.plan.edits == self.program.plan.edits:
-            return None
-        warn(
-            f"{self.program.plan.step} needs {human_bytes(peak_bytes)} as compiled, of "
-            f"{human_bytes(most)} that memory= states: it keeps less"
-        )
+        if (less := self._saving(peak_bytes - most)) is not None:
+            warn(
+                f"{self.program.plan.step} needs {human_bytes(peak_bytes)} as compiled, of "
+                f"{human_bytes(most)} that memory= states: it keeps less"
+            )
         return less
 
-    def compiled_in_child(self, candidate: Candidate) -> Candidate:
-        """Compile a candidate in a child."""
-        (one,) = self.compiler().evaluated([candidate])
-        return one
+    def leaving_room(
+        self, compare: NeverSlower, rows: Sequence[Candidate]
+    ) -> CompiledChoice | None:
+        """Return the choice with fewer residuals, if the fastest candidate then fits, and pays.
+
+        Published options take memory for what they send early. The residuals are chosen before.
+
+        Args:
+            compare, rows: the candidates of this choice, and those that were compiled.
+        """
+        if self.options.memory is None or (larger := compare.too_large(rows)) is None:
+            return None
+        return self._saving(larger.evaluation.peak_bytes - compare.most_bytes)
+
+    def _saving(self, missing: float) -> CompiledChoice | None:
+        """Return the choice with residuals of so many bytes less; None where there are none."""
+        assert self.program.plan is not None
+        less = self.with_room(room_left(self.program.plan.edits, missing))
+        same = less.program.plan is None or less.program.plan.edits == self.program.plan.edits
+        return None if same else less
 
     def with_room(self, room: int | None) -> CompiledChoice:
         """Return the choice for a step that keeps at most so many bytes more than as written."""
@@ -203,59 +218,118 @@ def _kept() -> Path:
     return kept_folder() / "trials"
 
 
-def faster(choice: CompiledChoice, lowered: Lowered, options: dict[str, Any] | None) -> Compiled:
-    """Compile a step, or another of its candidates if that is faster by simulation.
+@dataclass(frozen=True)
+class Compared:
+    """Compiled candidates of a step.
+
+    Attributes:
+        choice: the choice that they are of.
+        compare: what makes an answer of them.
+        rows: the candidates.
+    """
+
+    choice: CompiledChoice
+    compare: NeverSlower
+    rows: Sequence[Candidate]
+
+    @property
+    def taken(self) -> Candidate:
+        """The fastest candidate that fits."""
+        return self.compare.taken(self.rows)
+
+    @property
+    def order(self) -> tuple[bool, float]:
+        """What is least of the best comparison."""
+        return self.taken.evaluation.peak_bytes > self.compare.most_bytes, self.taken.seconds
+
+
+def compared(choice: CompiledChoice, compiler_of: Callable[[CompiledChoice], Compile]) -> Compared:
+    """Compile the candidates of a step; with fewer residuals too, where they leave too little room.
+
+    Args:
+        choice: the choice among its candidates.
+        compiler_of: returns what compiles candidates of a choice.
+    """
+    compiled = compiler_of(choice)
+    if (less := choice.keeping_less(compiled)) is not None:
+        return compared(less, compiler_of)
+    compare = choice.candidates()
+    done = Compared(choice, compare, search_compiled(compare.stages, compiled))
+    if (less := choice.leaving_room(compare, done.rows)) is None:
+        return done
+    return min(done, compared(less, compiler_of), key=lambda one: one.order)
+
+
+class _Here:
+    """Compiles candidates in this process and in children.
 
     This process compiles the overlapped step, and the original one in another order, as one of the
     two is mostly taken; children compile the others.
+    """
+
+    def __init__(self, choice: CompiledChoice, lowered: Lowered, options: dict[str, Any] | None):
+        self._choice, self._lowered, self._options = choice, lowered, options
+        # A core is this process's; a child that is ready compiles two while another one starts.
+        self._children = choice.compiler(max(1, MOST_WORKERS - 1), options)
+        self._made: dict[str, Compiled] = {}
+
+    def __call__(self, batch: Sequence[Candidate]) -> list[Candidate]:
+        """Compile and evaluate candidates."""
+        first, *others = batch
+        if first.stage not in ("overlapped", "reordered") or first.parent is not None:
+            return self._children.evaluated(batch)
+        with ThreadPoolExecutor(1) as pool:
+            in_children = pool.submit(self._children.evaluated, others)
+            return [self._evaluated(first), *in_children.result()]
+
+    def compiled(self, candidate: Candidate) -> Compiled:
+        """Return the compiled program of a candidate; one of this process is compiled once."""
+        if candidate.parent is not None:
+            return self._stage(candidate).compiled(self._options)
+        if candidate.stage not in self._made:
+            self._made[candidate.stage] = self._stage(candidate).compiled(self._options)
+        return self._made[candidate.stage]
+
+    def _stage(self, candidate: Candidate) -> Lowered:
+        if candidate.parent is None and candidate.stage == "overlapped":
+            return self._lowered
+        other, new = self._choice.lowered(candidate)
+        return self._lowered.instead(other, new.plan, new.ordering)
+
+    def _evaluated(self, candidate: Candidate) -> Candidate:
+        try:
+            one = self.compiled(candidate)
+        except jax.errors.JaxRuntimeError as error:
+            return replace(candidate, evaluation=refused(first_line(error)))
+        text, cost = one.as_text() or "", self._choice.program.cost
+        assert cost is not None
+        answer = evaluated(text, peak_bytes(one.memory_analysis()), cost)
+        return replace(candidate, evaluation=answer, plan=one.plan, text=lambda: text)
+
+
+def faster(choice: CompiledChoice, lowered: Lowered, options: dict[str, Any] | None) -> Compiled:
+    """Compile a step, or another of its candidates if that is faster by simulation.
 
     Args:
         choice: the choice among its candidates.
         lowered: the overlapped step.
         options: further compiler options of the user, for all candidates.
     """
-    # A core is this process's; a child that is ready compiles two while another one starts.
-    compare, compiler = choice.candidates(), choice.compiler(max(1, MOST_WORKERS - 1), options)
-    made: dict[str, Compiled] = {}
-    first = functools.cache(lambda: lowered.compiled(options))
+    here: dict[int | None, _Here] = {}
 
-    def stage_of(candidate: Candidate) -> Lowered:
-        if candidate.parent is None and candidate.stage == "overlapped":
-            return lowered
-        other, new = choice.lowered(candidate)
-        return lowered.instead(other, new.plan, new.ordering)
+    def compiler_of(one: CompiledChoice) -> Compile:
+        stage = lowered
+        if one is not choice:
+            other, new = one.lowered(one.candidates().candidates["overlapped"])
+            stage = lowered.instead(other, new.plan, new.ordering)
+        return here.setdefault(one.options.room, _Here(one, stage, options))
 
-    def here(candidate: Candidate) -> Candidate:
-        try:
-            own = candidate.stage == "overlapped" and candidate.parent is None
-            one = first() if own else stage_of(candidate).compiled(options)
-            made[candidate.stage] = one
-        except jax.errors.JaxRuntimeError as error:
-            return replace(candidate, evaluation=refused(first_line(error)))
-        text = one.as_text() or ""
-        answer = evaluated(text, peak_bytes(one.memory_analysis()), compare.cost)
-        return replace(candidate, evaluation=answer, plan=one.plan, text=lambda: text)
-
-    def compiled(batch: Sequence[Candidate]) -> list[Candidate]:
-        first, *others = batch
-        if first.stage not in ("overlapped", "reordered"):
-            return compiler.evaluated(batch)
-        with ThreadPoolExecutor(1) as pool:
-            in_children = pool.submit(compiler.evaluated, others)
-            return [here(first), *in_children.result()]
-
-    if (less := choice.keeping_less(here)) is not None:
-        other, new = less.lowered(less.candidates().candidates["overlapped"])
-        return faster(less, lowered.instead(other, new.plan, new.ordering), options)
-    rows = search_compiled(compare.stages, compiled)
-    taken, speedup = compare.taken(rows), compare.speedup(rows)
-    choice.check(taken)
-    best = made.get(taken.stage) if taken.parent is None else None
-    if best is None:
-        best = stage_of(taken).compiled(options)
-    if not speedup.is_overlapped:
-        warn(speedup.warning(compare.plan.step))
-    best.speedup = speedup
+    done = compared(choice, compiler_of)
+    done.choice.check(done.taken)
+    best = here[done.choice.options.room].compiled(done.taken)
+    best.speedup = done.compare.speedup(done.rows)
+    if not best.speedup.is_overlapped:
+        warn(best.speedup.warning(done.compare.plan.step))
     return best
 
 
@@ -270,14 +344,12 @@ def decided(choice: CompiledChoice) -> StepProgram:
     """
 
     def speedup_here() -> str:
-        now = choice
-        while less := now.keeping_less(now.compiled_in_child):
-            now = less
-        compare = now.candidates()
-        rows = search_compiled(compare.stages, now.compiler().evaluated)
-        now.check(compare.taken(rows))
-        speedup = msgspec.structs.replace(compare.speedup(rows), room=now.options.room)
-        return msgspec.json.encode(speedup).decode()
+        done = compared(choice, lambda one: one.compiler().evaluated)
+        done.choice.check(done.taken)
+        speedup = done.compare.speedup(done.rows)
+        return msgspec.json.encode(
+            msgspec.structs.replace(speedup, room=done.choice.options.room)
+        ).decode()
 
     said = handed(
         speedup_here,

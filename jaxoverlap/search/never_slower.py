@@ -20,12 +20,12 @@ from jaxoverlap._util.text import human_bytes
 from jaxoverlap.cost.model import CostModel
 from jaxoverlap.flags.published import COMPARED
 from jaxoverlap.flags.required import SEEN
-from jaxoverlap.plan.limits import CLEAR_GAIN, CLEARLY_EXPOSED, MUCH_LOST
+from jaxoverlap.plan.limits import CLEAR_GAIN, CLEARLY_EXPOSED, GAIN, MUCH_LOST
 from jaxoverlap.plan.plan import Plan
 from jaxoverlap.plan.speedup import CandidateName, Overlapped, Speedup, milliseconds
 from jaxoverlap.search.candidate import Candidate
 from jaxoverlap.search.joining import joining
-from jaxoverlap.search.search import Batches, exposes, gains, ranked
+from jaxoverlap.search.search import Batches, exposes, gains, quickest, ranked
 from jaxoverlap.simulation.replay import UNKNOWN_TRIPS
 from jaxoverlap.simulation.simulation import simulate
 from jaxoverlap.simulation.slower_rules import lost
@@ -41,17 +41,13 @@ class NeverSlower:
         candidates: those that there may be, by name; at least "overlapped" and "plain".
         cost: the cost model to simulate by.
         reorders: whether the scheduler pass may order the original step.
-        most_bytes: the memory that a device may need; None for all that it has.
+        most_bytes: the memory that a device may need.
     """
 
     candidates: Mapping[str, Candidate]
     cost: CostModel
     reorders: bool
-    most_bytes: float | None = None
-
-    @property
-    def _there(self) -> float:
-        return self.cost.cluster.chip.memory_bytes if self.most_bytes is None else self.most_bytes
+    most_bytes: float
 
     @property
     def stages(self) -> tuple[Batches, ...]:
@@ -135,7 +131,16 @@ class NeverSlower:
         if self._unknown(rows):
             return rows[0]
         fit = sorted(self._comparable(rows), key=lambda row: _NAMES.index(_name(row)))
-        return ranked(fit, self._there)[0]
+        return ranked(fit, self.most_bytes)[0]
+
+    def too_large(self, rows: Sequence[Candidate]) -> Candidate | None:
+        """Return a candidate that does not fit and is clearly faster than what is taken."""
+        if self._unknown(rows):
+            return None
+        best, taken = quickest(self._comparable(rows)), self.taken(rows)
+        if best is None or best.evaluation.peak_bytes <= self.most_bytes:
+            return None
+        return best if gains(best.seconds, taken.seconds, GAIN) else None
 
     def speedup(self, rows: Sequence[Candidate]) -> Speedup:
         """Say which candidate is taken, and why, if it is not the overlapped step."""
@@ -186,7 +191,7 @@ class NeverSlower:
 
     def _against(self, overlapped: Candidate, plain: Candidate) -> str:
         """Return why the overlapped step loses: it does not compile, is slower, does not fit."""
-        answer, there = overlapped.evaluation, self._there
+        answer, there = overlapped.evaluation, self.most_bytes
         if answer.refusal:
             return f"overlapped it does not compile: {answer.refusal}"
         seconds = f"overlapped {milliseconds(overlapped.seconds)}"

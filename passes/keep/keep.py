@@ -30,7 +30,7 @@ from jaxoverlap.plan.edits import Keep
 
 
 def run(step: EditedStep, edits: Sequence[Keep]) -> EditedStep:
-    """Keep the values that edits name; `EditedStep.facts` has the stacks (`_Keeping.stacked`)."""
+    """Keep the values that edits name; `EditedStep.facts` has the values (`_Keeping.waiting`)."""
     jaxpr = opened(step.jaxpr)
     remats = remats_of(jaxpr)
     wanted: dict[int, set[Any]] = {}
@@ -44,7 +44,7 @@ def run(step: EditedStep, edits: Sequence[Keep]) -> EditedStep:
     for number, values in wanted.items():
         keeping.add(remats[number], values)
     jaxpr = compat.without_dead(keeping.jaxpr(jaxpr))
-    return step.to(jaxpr, {Keep: keeping.stacked(remats, edits)})
+    return step.to(jaxpr, {Keep: keeping.waiting(remats, edits)})
 
 
 def _value(edit: Keep, remat: Remat, position: int, output: int) -> Any:
@@ -100,14 +100,18 @@ class _Keeping:
         brought[inside] = given
         return inside
 
-    def stacked(self, remats: Sequence[Remat], edits: Sequence[Keep]) -> dict[Any, Any]:
-        """Return the new stacks, by the number of a remat, of an equation and of a result there."""
+    def waiting(self, remats: Sequence[Remat], edits: Sequence[Keep]) -> dict[Any, Any]:
+        """Return the values that wait, by the number of a remat, of an equation, of a result there.
+
+        They are the new stacks, and values of the body that the remat is in.
+        """
         found = dict[Any, Any]()
         for number, position, output in (place for edit in edits for place in edit.places):
             source = remats[number].sources[remats[number].body.eqns[position].outvars[output]]
             if source.scan is not None:
-                stack = self.stacks[id(source.scan)][source.var]
-                found[number, position, output] = stack
+                found[number, position, output] = self.stacks[id(source.scan)][source.var]
+            elif not source.around:
+                found[number, position, output] = source.var
         return found
 
     def jaxpr(self, jaxpr: Any) -> Any:

@@ -11,6 +11,10 @@ have only the rest of one step to hide in: a step stores the value of the step b
 the value that the next step of the backward pass reads. So the last value never leaves the device,
 and the first one that is stored is zeros that nobody reads. A device holds the values of two steps.
 
+Of layers that are written one after the other, each value that only the backward pass still reads
+is copied to the host's memory as it is made, and back before its first reader there; XLA's
+scheduler moves these copies. The value that is read back first stays on the device.
+
 XLA:GPU copies slices of pinned memory by the copy engines, asynchronously. It refuses slices of
 host memory in unrolled scans, so a batch split does not unroll these.
 """
@@ -24,6 +28,7 @@ from jaxoverlap._jax import compat, inlining
 from jaxoverlap.passes.analysis.def_use import DefUse
 from jaxoverlap.passes.analysis.jaxprs import Body, bodies, map_bodies
 from jaxoverlap.passes.edited import EditedStep, misfit
+from jaxoverlap.passes.keep.layers import is_backward
 from jaxoverlap.passes.keep.opened import opened
 from jaxoverlap.passes.keep.scans import with_more
 from jaxoverlap.passes.planning.entries import line_of, type_of
@@ -44,8 +49,20 @@ class _Stack(NamedTuple):
     operand: int
 
 
+class _Alone(NamedTuple):
+    """A result of an equation that no scan stacks, and that a backward pass reads.
+
+    Attributes:
+        output: its index among the results.
+        readers: the indices of the equations of the backward pass that read it.
+    """
+
+    output: int
+    readers: tuple[int, ...]
+
+
 def run(step: EditedStep, edits: Sequence[Offload]) -> EditedStep:
-    """Offload the stacks that edits name."""
+    """Offload the values that edits name."""
     jaxpr = opened(step.jaxpr)
     wanted: dict[int, list[tuple[Offload, int, int]]] = {}
     for edit in edits:
@@ -56,9 +73,14 @@ def run(step: EditedStep, edits: Sequence[Offload]) -> EditedStep:
         if (here := wanted.pop(body.index, None)) is None:
             return None
         stacks: dict[int, list[_Stack]] = {}
+        alone: dict[int, list[_Alone]] = {}
         for edit, position, output in here:
-            stacks.setdefault(position, []).append(_named(body, edit, position, output))
-        return _offloaded(body, stacks)
+            match _named(body, edit, position, output):
+                case _Stack() as one:
+                    stacks.setdefault(position, []).append(one)
+                case one:
+                    alone.setdefault(position, []).append(one)
+        return _offloaded(body, stacks, alone)
 
     jaxpr = map_bodies(jaxpr, visit)
     for number, ((edit, *_), *_) in wanted.items():
@@ -71,23 +93,29 @@ def offloads(step: EditedStep, kept: Sequence[Keep]) -> list[Offload]:
 
     Of those of which one place cannot be offloaded there are none.
     """
-    stacks: Mapping[Any, Any] = step.facts[Keep]
-    places = dict[Any, tuple[int, int, int]]()
+    values: Mapping[Any, Any] = step.facts[Keep]
+    found = dict[Any, tuple[int, tuple[int, int, int]]]()  # the first reader, and the place
     for body in bodies(opened(step.jaxpr)):
         for position, eqn in enumerate(body.eqns):
-            if eqn.primitive.name == "scan":
-                for one in _stacks(body, position):
-                    places[eqn.outvars[one.output]] = body.index, position, one.output
-    return [
-        Offload(
-            source=edit.source,
-            name=edit.name,
-            value=edit.value,
-            places=tuple(dict.fromkeys(places[stacks[place]] for place in edit.places)),
-        )
-        for edit in kept
-        if all(stacks.get(place) in places for place in edit.places)
-    ]
+            for one in (*_stacks(body, position), *_alone(body, position)):
+                reader = min(one.readers) if isinstance(one, _Alone) else -1
+                found[eqn.outvars[one.output]] = reader, (body.index, position, one.output)
+    edits = list[Offload]()
+    for edit in kept:
+        own = [found.get(values.get(place), (0, None)) for place in edit.places]
+        first = min(reader for reader, _ in own)
+        is_read_first = first > 0 and len(own) > 1
+        places = [place for reader, place in own if not (is_read_first and reader == first)]
+        if places and None not in places:
+            edits.append(
+                Offload(
+                    source=edit.source,
+                    name=edit.name,
+                    value=edit.value,
+                    places=tuple(place for place in dict.fromkeys(places) if place is not None),
+                )
+            )
+    return edits
 
 
 def saved(jaxpr: Any) -> list[Offload]:
@@ -117,19 +145,39 @@ def saved(jaxpr: Any) -> list[Offload]:
     return list(found.values())
 
 
-def _named(body: Body, edit: Offload, position: int, output: int) -> _Stack:
-    if not body.opaque and 0 <= position < len(body.eqns):
-        for one in _stacks(body, position):
+def _named(body: Body, edit: Offload, position: int, output: int) -> _Stack | _Alone:
+    if 0 <= position < len(body.eqns):
+        for one in (*_stacks(body, position), *_alone(body, position)):
             if one.output == output:
                 return one
-    raise misfit(edit, f"equation {position} stacks no result {output} for one scan backwards")
+    raise misfit(edit, f"equation {position} has no result {output} that waits for a later pass")
+
+
+def _is_free(body: Body) -> bool:
+    """Return whether values of a body may be elsewhere than on the device."""
+    return not body.opaque and all(eqn.primitive.name != "shard_map" for eqn in body.around)
+
+
+def _can_wait(var: Any) -> bool:
+    """Return whether a value may be in the host's memory, and is not."""
+    return compat.has_numbers(var) and not compat.in_host_memory(var)
+
+
+def _alone(body: Body, position: int) -> Iterator[_Alone]:
+    """Yield the results of an equation of the forward pass that the backward pass reads."""
+    eqn = body.eqns[position]
+    if eqn.primitive.name == "scan" or not _is_free(body) or is_backward(eqn):
+        return
+    for output, var in enumerate(eqn.outvars):
+        readers = [n for n in body.uses.readers(var) if n is not None and is_backward(body.eqns[n])]
+        if readers and None not in body.uses.readers(var) and _can_wait(var):
+            yield _Alone(output, tuple(readers))
 
 
 def _stacks(body: Body, position: int) -> Iterator[_Stack]:
     """Yield the results of a scan that may be offloaded."""
     scan = body.eqns[position]
-    manual = any(eqn.primitive.name == "shard_map" for eqn in body.around)
-    if scan.primitive.name != "scan" or scan.params["length"] < 2 or body.opaque or manual:
+    if scan.primitive.name != "scan" or scan.params["length"] < 2 or not _is_free(body):
         return
     num_consts, num_carry = compat.scan_counts(scan)
     inside = scan.params["jaxpr"]
@@ -138,8 +186,8 @@ def _stacks(body: Body, position: int) -> Iterator[_Stack]:
     for output in range(num_carry, len(scan.outvars)):
         stack, value = scan.outvars[output], inside.outvars[output]
         reader = body.uses.only_reader(stack)
-        is_array = not compat.is_literal(value) and value in made and compat.has_numbers(value)
-        if reader is None or not is_array or compat.in_host_memory(value):
+        is_array = not compat.is_literal(value) and value in made and _can_wait(value)
+        if reader is None or not is_array:
             continue
         slicer = body.eqns[reader]
         if slicer.primitive.name != "scan" or slicer.params["reverse"] == scan.params["reverse"]:
@@ -149,9 +197,17 @@ def _stacks(body: Body, position: int) -> Iterator[_Stack]:
             yield _Stack(output, reader, operand)
 
 
-def _offloaded(body: Body, stacks: Mapping[int, Sequence[_Stack]]) -> list[Any]:
-    """Return a body's equations, in which stacks are in the host's memory, by their scan."""
-    eqns, before = [*body.eqns], dict[int, list[Any]]()
+def _offloaded(
+    body: Body, stacks: Mapping[int, Sequence[_Stack]], alone: Mapping[int, Sequence[_Alone]]
+) -> list[Any]:
+    """Return a body's equations, some values of which are in the host's memory.
+
+    Args:
+        body: the body.
+        stacks: those that scans stack, by the index of the scan.
+        alone: others, by the index of the equation that makes them.
+    """
+    eqns, before, after = [*body.eqns], dict[int, list[Any]](), dict[int, list[Any]]()
     for position, some in stacks.items():
         scan, zeros, lasts = _storing(eqns[position], [one.output for one in some])
         eqns[position] = scan
@@ -163,7 +219,23 @@ def _offloaded(body: Body, stacks: Mapping[int, Sequence[_Stack]]) -> list[Any]:
                 if one.reader == reader
             }
             eqns[reader] = _bringing(eqns[reader], operands)
-    return [one for n, eqn in enumerate(eqns) for one in (*before.get(n, ()), eqn)]
+    for position, some in alone.items():
+        for one in some:
+            value = body.eqns[position].outvars[one.output]
+            stored, brought = compat.host_var(value), compat.like_var(value)
+            eqn, first = body.eqns[position], min(one.readers)
+            after.setdefault(position, []).extend(
+                inlining.inline(compat.to_host, [value], [stored], eqn)
+            )
+            before.setdefault(first, []).extend(
+                inlining.inline(compat.to_device, [stored], [brought], body.eqns[first])
+            )
+            for reader in one.readers:
+                invars = [brought if v is value else v for v in eqns[reader].invars]
+                eqns[reader] = eqns[reader].replace(invars=invars)
+    return [
+        one for n, eqn in enumerate(eqns) for one in (*before.get(n, ()), eqn, *after.get(n, ()))
+    ]
 
 
 def _storing(scan: Any, outputs: Sequence[int]) -> tuple[Any, list[Any], list[Any]]:

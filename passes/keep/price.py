@@ -38,7 +38,7 @@ _CHEAP_PRIMITIVES = """
 _CHEAP = frozenset(_CHEAP_PRIMITIVES.split())
 _KEPT_PASSES = 3  # over a kept value's bytes: it is read and written once, and read again
 _OFFLOADED_PASSES = 5  # likewise, and what the scan carries is copied once
-_AHEAD = 2  # steps of a scan whose offloaded values are on the device
+_AHEAD = 2  # layers, or steps of a scan, whose offloaded values are on the device
 Place = tuple[int, int, int]
 """The number of a remat, of an equation in it, and of a result of that."""
 
@@ -53,7 +53,8 @@ class Priced:
         values: the instruction of each value that may be kept.
         bytes: what a device keeps of it, in all.
         keeping_s, offloading_s: the seconds of the device's memory that either takes.
-        ahead_bytes: what a device holds of it if it is offloaded: the values of two steps.
+        ahead_bytes: what a device holds of it if it is offloaded: the values of two layers, or of
+            two steps of a scan; a layer's share of these.
         copy_s: the seconds that the host's link needs for it, in each direction.
         hiding_s: the seconds of compute that such copies hide behind: those of the forward pass,
             which are about those of computing all values again. The backward pass takes longer.
@@ -115,7 +116,12 @@ def _marked(given: Any, places: Mapping[Any, Place], inside: Any) -> Any:
 
 
 def priced(
-    module: hlo.Module, cost: CostModel, estimate: Estimate, remats: Sequence[Remat], hidden: float
+    module: hlo.Module,
+    cost: CostModel,
+    estimate: Estimate,
+    remats: Sequence[Remat],
+    hidden: float,
+    layers: Mapping[Place, int],
 ) -> list[Priced]:
     """Price the computations of a partitioned step that compute values again.
 
@@ -125,6 +131,7 @@ def priced(
         estimate: of that module.
         remats: of the step.
         hidden: the share of a collective's seconds that counts although it may hide.
+        layers: how many equal layers of one body compute each value.
     """
     sent = {(c.computation, c.name): c for c in collectives(module)}
     runs = {remat.number: remat.runs for remat in remats}
@@ -169,7 +176,9 @@ def priced(
                     place: times * cost.memory_s(_OFFLOADED_PASSES * size)
                     for place, size in sizes.items()
                 },
-                ahead_bytes={place: _AHEAD * size for place, size in sizes.items()},
+                ahead_bytes={
+                    place: _AHEAD * size // layers[place] for place, size in sizes.items()
+                },
                 copy_s={place: times * cost.host_copy(size)[0] for place, size in sizes.items()},
                 hiding_s=sum(own_s[at] for at in _needed(needs, values.values())),
             )

@@ -11,6 +11,7 @@ from jaxoverlap.cost.model import CostModel
 from jaxoverlap.passes.analysis.partitioned import SpmdProgram
 from jaxoverlap.passes.estimation.estimate import Estimate
 from jaxoverlap.passes.keep.choose import SavedValues, chosen
+from jaxoverlap.passes.keep.layers import is_backward
 from jaxoverlap.passes.keep.opened import opened
 from jaxoverlap.passes.keep.price import Place, Priced, priced, with_barriers
 from jaxoverlap.passes.keep.remats import Remat, remats_of
@@ -83,7 +84,22 @@ class Remats:
         """Price what it computes again, by each share of hidden collectives; partitions it once."""
         program = partition(with_barriers(self.jaxpr, self.remats))
         estimate = estimated(program)
-        return [priced(program.module, cost, estimate, self.remats, share) for share in _HIDDEN]
+        return [
+            priced(program.module, cost, estimate, self.remats, share, self._layers)
+            for share in _HIDDEN
+        ]
+
+    @functools.cached_property
+    def _layers(self) -> Mapping[Place, int]:
+        """How many equal layers of one body compute each value; 1 where a scan runs them."""
+        found = dict[Place, int]()
+        for value in self.values:
+            scopes = {number: self.remats[number].scope for number, *_ in value.alike}
+            for place in value.alike:
+                own = scopes[place[0]]
+                alike = sum(scope is own for scope in scopes.values())
+                found[place] = alike if own.scan is None else 1
+        return found
 
     def selections(
         self, prices: Sequence[Sequence[Priced]], room: float, *, offload: bool = False
@@ -107,11 +123,11 @@ class Remats:
 
     @functools.cached_property
     def _offloadable(self) -> frozenset[int]:
-        """The values that scans alone compute again, each of what an earlier scan can stack."""
+        """The values that can wait in the host's memory, wherever they are computed again."""
         return frozenset(
             n
             for n, value in enumerate(self.values)
-            if all(_is_stacked(self.remats[place[0]], place) for place in value.alike)
+            if all(_can_wait(self.remats[place[0]], place) for place in value.alike)
         )
 
     def _selection(
@@ -130,14 +146,15 @@ class Remats:
         return Selection(edits, sum(edit.bytes_kept for edit in edits), moved)
 
 
-def _is_stacked(remat: Remat, place: Place) -> bool:
-    """Return whether a scan stacks a value for the scan that its remat is in, backwards."""
+def _can_wait(remat: Remat, place: Place) -> bool:
+    """Return whether a value is of the remat's body, or of a scan that stacks it for that."""
     _, position, output = place
-    source = remat.sources[remat.body.eqns[position].outvars[output]].scan
+    source = remat.sources[remat.body.eqns[position].outvars[output]]
     here = remat.scope.scan
+    if source.scan is None:
+        return not source.around and is_backward(remat.eqn)
     return (
-        source is not None
-        and here is not None
-        and source.params["reverse"] != here.params["reverse"]
-        and source.params["length"] > 1
+        here is not None
+        and source.scan.params["reverse"] != here.params["reverse"]
+        and source.scan.params["length"] > 1
     )

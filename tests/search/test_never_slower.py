@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -30,6 +30,7 @@ from jaxoverlap.plan.speedup import Speedup
 from jaxoverlap.search import compiled as compiled_stage
 from jaxoverlap.search import never_slower
 from jaxoverlap.search.candidate import Candidate
+from jaxoverlap.search.choice import compared
 from jaxoverlap.search.compiled import Compiler, writable
 from jaxoverlap.search.joining import SCATTERS, joining
 from jaxoverlap.search.never_slower import NeverSlower, predicted
@@ -92,7 +93,10 @@ def comparison(
     plan = plan or plan_of()
     names = (*answers, *{"overlapped", "plain", "reordered", *COMPARED}.difference(answers))
     return NeverSlower(
-        {name: Candidate.planned(name, plan) for name in names}, cost_model(POD), reorders=reorders
+        {name: Candidate.planned(name, plan) for name in names},
+        cost_model(POD),
+        reorders=reorders,
+        most_bytes=cost_model(POD).cluster.chip.memory_bytes,
     )
 
 
@@ -169,6 +173,20 @@ def test_the_fastest_that_fits_is_taken(plain, rings, other, taken: str, step_s:
     assert (speedup.taken, speedup.step_s) == (taken, step_s)
     if not plain.refusal and step_s:
         assert speedup.plain_s == plain.step_s
+
+
+@pytest.mark.parametrize(
+    ("options", "larger"),
+    [(made(0.5, 90), True), (made(0.5, 80), False), (made(0.999, 90), False), (NO, False)],
+)
+def test_what_is_faster_and_too_large_is_known(options: Any, larger: bool):
+    compare = comparison({"overlapped": made(1), "plain": made(2)})
+    answers = {"overlapped": made(1), "plain": made(2), COMPARED[0]: options}
+    rows = [
+        replace(compare.candidates[name], evaluation=answer) for name, answer in answers.items()
+    ]
+    found = compare.too_large(rows)
+    assert (found.stage if found else None) == (COMPARED[0] if larger else None)
 
 
 def test_the_scheduler_pass_alone_is_taken_where_it_beats_a_step_that_beats_plain():
@@ -673,3 +691,39 @@ class TestPods:
         assert compiled.simulate(replace(cost_model(POD))).speedup is None
         compiled.simulate().to_html(tmp_path / "step.html")
         assert "overlapped" in (tmp_path / "step.html").read_text().split("</title>")[0]
+
+
+@dataclass
+class Choice:
+    """A choice among candidates with such answers, and the one that keeps less."""
+
+    answers: Mapping[str, Any]
+    less: Choice | None = None
+
+    def keeping_less(self, compiled: Any) -> None:
+        return None
+
+    def candidates(self) -> NeverSlower:
+        return comparison(self.answers)
+
+    def leaving_room(self, compare: NeverSlower, rows: Any) -> Choice | None:
+        return self.less if compare.too_large(rows) else None
+
+
+@pytest.mark.parametrize(
+    ("with_less", "taken"), [(made(0.6, 80), COMPARED[0]), (made(1.5), "overlapped")]
+)
+def test_residuals_leave_room_for_options_that_are_faster(with_less: Any, taken: str):
+    plain = {"overlapped": made(1), "plain": made(2, compute_s=0.4)}
+    choice: Any = Choice(
+        plain | dict.fromkeys(COMPARED, made(0.5, 90)),
+        Choice(plain | dict.fromkeys(COMPARED, with_less)),
+    )
+
+    def compiler_of(one: Any) -> Any:
+        answers = {"reordered": NO} | one.answers
+        return lambda batch: [replace(row, evaluation=answers[row.stage]) for row in batch]
+
+    done = compared(choice, compiler_of)
+    assert done.taken.stage == taken
+    assert done.choice is (choice.less if taken == COMPARED[0] else choice)

@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from jax.ad_checkpoint import checkpoint_name
@@ -249,3 +250,56 @@ def test_the_constraints_of_an_explicit_mesh_hide_no_values():
         return [one.value for one in values_of(jaxpr)]
 
     assert values_on(AxisType.Auto) == values_on(AxisType.Explicit) != []
+
+
+class NnxLayer(nnx.Module):
+    """A layer with dropout, which the model runs as it stands or recomputes."""
+
+    def __init__(self, rngs: nnx.Rngs):
+        self.up, self.down = nnx.Linear(D, 4 * D, rngs=rngs), nnx.Linear(4 * D, D, rngs=rngs)
+        self.dropout = nnx.Dropout(0.25, rngs=rngs)
+
+    def __call__(self, x):
+        return x + self.dropout(self.down(jax.nn.gelu(self.up(x))))
+
+
+@pytest.mark.parametrize("scanned", [False, True])
+def test_layers_of_nnx_remat_keep_values(scanned: bool):
+    """Numbers, random ones too, and what a second step starts from are those of the plain step."""
+
+    def model_of():
+        if scanned:
+            return nnx.vmap(NnxLayer, in_axes=0)(nnx.Rngs(0).split(L))
+        return nnx.List([NnxLayer(nnx.Rngs(n)) for n in range(L)])
+
+    def loss(model, x):
+        if scanned:
+            remat = nnx.remat(lambda x, layer: layer(x))
+            x = nnx.scan(remat, in_axes=(nnx.Carry, 0), out_axes=nnx.Carry)(x, model)
+        else:
+            for layer in model:
+                x = nnx.remat(lambda layer, x: layer(x))(layer, x)
+        return jnp.mean(x**2)
+
+    def step(model, x):
+        value, grads = nnx.value_and_grad(loss)(model, x)
+        nnx.update(
+            model, jax.tree.map(lambda w, g: w - 0.1 * g, nnx.state(model, nnx.Param), grads)
+        )
+        return value
+
+    mesh = mesh_of()
+    x = jax.device_put(jnp.ones((B, D)), jax.NamedSharding(mesh, jax.P("data")))
+    plain, mine = model_of(), model_of()
+    overlapped = jaxoverlap.overlap(nnx.jit(step), keep=("test_keep.py:*",))
+    plan = overlapped.explain(mine, x)
+    assert any(isinstance(edit, Keep) for edit in plan.edits)
+    jitted = nnx.jit(step)
+    for _ in range(2):
+        np.testing.assert_allclose(overlapped(mine, x), jitted(plain, x), rtol=2e-5)
+    for one, other in zip(
+        jax.tree.leaves(nnx.state(mine, nnx.Param)),
+        jax.tree.leaves(nnx.state(plain, nnx.Param)),
+        strict=True,
+    ):
+        np.testing.assert_allclose(one, other, rtol=2e-4, atol=1e-6)

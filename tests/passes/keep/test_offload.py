@@ -18,9 +18,10 @@ from jaxoverlap.passes.analysis.flatten import flatten
 from jaxoverlap.passes.analysis.jaxprs import equations
 from jaxoverlap.passes.apply import apply
 from jaxoverlap.passes.edited import EditedStep
+from jaxoverlap.passes.keep.layers import is_backward
 from jaxoverlap.passes.keep.offload import offloads, saved
 from jaxoverlap.plan.edits import Keep, Offload
-from tests.passes.keep.drawn import STEPS, B, D, Drawn
+from tests.passes.keep.drawn import STEPS, B, D, Drawn, L
 from tests.passes.keep.test_keep import evaluated, mesh_of, traced, values_of
 from tests.support.seeds import some
 
@@ -89,9 +90,18 @@ def test_all_that_scans_stack_is_offloaded(policy):
         np.testing.assert_array_equal(one, other)
 
 
-def test_layers_written_one_after_the_other_are_not():
-    after = compare(Drawn(("twice",), "unrolled", "none", reverse=False, seed=0), lambda n: True)
-    assert after is not None and not after.has(Offload)
+def test_values_of_layers_written_one_after_the_other_are_offloaded():
+    drawn = Drawn(("twice", "dropped"), "unrolled", "none", reverse=False, seed=0)
+    after = compare(drawn, lambda n: True)
+    assert after is not None
+    edits = [edit for edit in after.edits if isinstance(edit, Offload)]
+    assert edits and all(len(edit.places) == L - 1 for edit in edits), "one is read back first"
+    host = [v for eqn in after.jaxpr.eqns for v in eqn.outvars if compat.in_host_memory(v)]
+    assert len(host) == len({place for edit in edits for place in edit.places})
+    for value in host:  # it is stored in the forward pass, and brought in the backward pass
+        makers = [eqn for eqn in after.jaxpr.eqns if value in eqn.outvars]
+        readers = [eqn for eqn in after.jaxpr.eqns if value in eqn.invars]
+        assert [is_backward(eqn) for eqn in (*makers, *readers)] == [False, True]
 
 
 @pytest.mark.rotating
