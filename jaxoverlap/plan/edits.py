@@ -554,18 +554,18 @@ class UpdateAtBoundary(_Edit, frozen=True, kw_only=True):
 
 
 class TransformPerShard(_Edit, frozen=True, kw_only=True):
-    """Each device computes a Fourier transform of its own shard.
+    """Each device computes the Fourier transforms of a source line of its own shard.
+
+    Pins, rings and batch splits may come before it or not: they move equations, not lines.
 
     Attributes:
-        body: the number of the body that has it, outer ones first.
-        position: the index of its equation there.
-        source: its source line.
+        source: the source line.
+        lengths: what is transformed: the last dims, with these lengths.
         spec: the mesh axes on each dim of its operand and result.
     """
 
-    body: int
-    position: int
     source: str
+    lengths: tuple[int, ...]
     spec: Spec
 
     def __str__(self) -> str:
