@@ -17,8 +17,11 @@ from benchmarks.questions.measure import (
     fastest,
 )
 
-COLUMNS = ("question", "best without", "ms", "MFU", "best with", "ms", "MFU", "times")
-NUMBERS = ("ms", "MFU", "times")
+COLUMNS = (
+    "question", "best without", "ms", "tokens/s", "best with", "ms", "tokens/s", "MFU", "GB",
+    "times",
+)  # fmt: skip
+NUMBERS = ("ms", "tokens/s", "MFU", "GB", "times")
 PART_COLUMNS = (
     "question", "", "ms", "matmuls at peak", "compute", "slowed", "exposed", "GB", "of",
 )  # fmt: skip
@@ -64,13 +67,26 @@ def table(rows: Sequence[Row]) -> list[tuple[str, ...]]:
     """Return the answers under COLUMNS."""
     times = gains(rows)
     return [
-        (question, *_named(without), *_named(with_it), f"{times[question]:.2f}")
+        (
+            question,
+            *_named(without),
+            *_named(with_it),
+            f"{with_it['model_s'] / with_it['step_s']:.0%}",
+            f"{with_it['peak_bytes'] / 1e9:.0f}",
+            f"{times[question]:.2f}",
+        )
         for question, (without, with_it) in answers(rows).items()
     ]
 
 
 def _named(row: Row) -> tuple[str, str, str]:
-    return setting(row), f"{row['step_s'] * 1e3:.0f}", f"{row['model_s'] / row['step_s']:.0%}"
+    return setting(row), f"{row['step_s'] * 1e3:.0f}", f"{tokens_per_second(row):.0f}"
+
+
+def tokens_per_second(row: Row) -> float:
+    """Return the tokens, or patches of images, of a second and a GPU."""
+    asked = QUESTIONS[row["step"]]
+    return asked.model.batch * asked.model.sequence / asked.cluster.num_devices / row["step_s"]
 
 
 def setting(row: Row) -> str:
@@ -100,9 +116,7 @@ def measured(rows: Sequence[Row]) -> Iterator[tuple[str, ...]]:
     for question, (without, _) in answers(rows).items():
         if (theirs := MEASURED.get(question)) is None:
             continue
-        asked = QUESTIONS[question]
-        tokens = asked.model.batch * asked.model.sequence / asked.cluster.num_devices
-        own = tokens / without["step_s"]
+        own = tokens_per_second(without)
         figures = (f"{own:.0f}", f"{theirs.tokens:.0f}", f"{own / theirs.tokens:.2f}")
         yield question, *figures, theirs.what, theirs.source
 

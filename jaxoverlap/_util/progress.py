@@ -11,6 +11,8 @@ import contextlib
 import logging
 import os
 import sys
+import threading
+import time
 from collections.abc import Callable, Iterator
 from contextvars import ContextVar
 from typing import Any
@@ -22,6 +24,7 @@ _STDERR = 2
 _LOG = logging.getLogger("jaxoverlap")
 # A thread has its own line, shown by a function, and its own count of the last stage's candidates.
 _line: ContextVar[Callable[[str], None] | None] = ContextVar("progress line", default=None)
+_count: ContextVar[_Count | None] = ContextVar("candidates being compiled", default=None)
 _last: ContextVar[tuple[str, int]] = ContextVar("last stage", default=("", 0))
 
 
@@ -64,6 +67,35 @@ def stage(text: str) -> None:
         show(text)
     else:
         _LOG.info(text)
+
+
+def compiling(count: int) -> None:
+    """Say that so many candidates are being compiled; `counting` counts those that are."""
+    stage(f"compiling {count} candidate{'s' * (count > 1)}")
+    _count.set(_Count(count, _line.get()))
+
+
+def counting() -> Callable[[str], None]:
+    """Return what counts a candidate as compiled, by its name; any thread may call it."""
+    count = _count.get()
+    return (lambda _: None) if count is None else count.add
+
+
+class _Count:
+    """Counts the candidates of a batch that are compiled."""
+
+    def __init__(self, most: int, show: Callable[[str], None] | None):
+        self._done, self._most, self._show = 0, most, show
+        self._began, self._lock = time.monotonic(), threading.Lock()
+
+    def add(self, name: str) -> None:
+        with self._lock:
+            self._done += 1
+            text = f"compiled {self._done} of {self._most} candidates"
+        if self._show is not None:
+            self._show(text)
+        else:
+            _LOG.info("%s: %s, after %.1f s", text, name, time.monotonic() - self._began)
 
 
 def tried(name: str, left: int | None) -> None:

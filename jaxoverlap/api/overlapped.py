@@ -26,7 +26,7 @@ from jaxoverlap.passes.analysis.mesh import MeshError
 from jaxoverlap.passes.analysis.partitioned import partitioned
 from jaxoverlap.passes.analysis.partitioner_collectives import partitioner_collectives
 from jaxoverlap.plan.plan import Plan
-from jaxoverlap.search.choice import CompiledChoice, decided, faster, found_to_compile
+from jaxoverlap.search.choice import CompiledChoice, checked, decided, faster, found_to_compile
 from jaxoverlap.search.found import found, layouts_found, with_offer
 from jaxoverlap.search.layouts import Layouts
 from jaxoverlap.search.never_slower import predicted
@@ -301,8 +301,12 @@ class Overlapped:
         compare = plain = None
         if self._options.falls_back and program.plan is not None:
             plain = functools.partial(lowered_plain, call)
-        if program.undecided and not any(map(jits.is_tracer, call.flat)):
-            compare = functools.partial(faster, CompiledChoice(call, program, self._options))
+        if not any(map(jits.is_tracer, call.flat)):
+            choice = CompiledChoice(call, program, self._options)
+            if program.undecided:
+                compare = functools.partial(faster, choice)
+            elif self._options.memory is not None and program.cost is not None:
+                compare = functools.partial(checked, choice)
         return Lowered(
             lowered_as(call, program),
             program.plan,

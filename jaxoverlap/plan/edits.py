@@ -97,8 +97,9 @@ class Offload(_Edit, frozen=True, kw_only=True):
     Attributes:
         source, name: the line that computes it, and its checkpoint name, if it has one.
         value: its type.
-        places: what stacks it: the number of the jaxpr, outer ones first in the step with its jits
-            opened, the index of a scan there, and of a result of that; one for each equal loop.
+        places: what stacks it, or computes it where no scan does: the number of the jaxpr, outer
+            ones first in the step with its jits opened, the index of a scan or another equation
+            there, and of a result of that; one for each equal loop or layer.
         bytes_offloaded: what a device copies to its host's memory, in all; 0 where not known.
     """
 
@@ -111,8 +112,8 @@ class Offload(_Edit, frozen=True, kw_only=True):
     def __str__(self) -> str:
         named = f" ({self.name})" if self.name else ""
         size = f", {human_bytes(self.bytes_offloaded)}" if self.bytes_offloaded else ""
-        loops = f" of {len(self.places)} loops" if len(self.places) > 1 else ""
-        return f"offload {self.value} of {self.source}{named}{loops}{size} to the host"
+        places = f" in {len(self.places)} places" if len(self.places) > 1 else ""
+        return f"offload {self.value} of {self.source}{named}{places}{size} to the host"
 
 
 class StackMatrices(_Edit, frozen=True, kw_only=True):

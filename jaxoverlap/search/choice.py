@@ -6,6 +6,8 @@
 from __future__ import annotations
 
 import contextlib
+import contextvars
+import functools
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -18,6 +20,7 @@ import msgspec
 
 from jaxoverlap._jax import jits
 from jaxoverlap._jax.jobs import peak_bytes
+from jaxoverlap._util import progress
 from jaxoverlap._util.files import kept_folder
 from jaxoverlap._util.text import first_line, human_bytes, warn
 from jaxoverlap.flags import is_gpu
@@ -32,7 +35,7 @@ from jaxoverlap.search.compiled import MOST_WORKERS, Compiler, writable
 from jaxoverlap.search.found import found
 from jaxoverlap.search.kept import most_bytes, room_left
 from jaxoverlap.search.never_slower import NeverSlower
-from jaxoverlap.search.search import search_compiled
+from jaxoverlap.search.search import ranked, search_compiled
 from jaxoverlap.step.context import StepContext, mesh_of, prepare
 from jaxoverlap.step.options import Options, memory_text
 from jaxoverlap.step.pipeline import PassResult
@@ -140,11 +143,11 @@ class CompiledChoice:
         options = replace(self.options, room=room)
         return CompiledChoice(self.call, step_program(self.call, options, found), options)
 
-    def check(self, taken: Candidate) -> None:
+    def check(self, needed: int) -> None:
         """Refuse a compiled step that needs more memory than `memory=` states.
 
         Args:
-            taken: the candidate that is taken: one that fits, if any does that can be simulated.
+            needed: the bytes that it needs.
 
         Raises:
             UserError: if it does not fit.
@@ -152,7 +155,7 @@ class CompiledChoice:
         if self.options.memory is None or self.program.cost is None:
             return
         most = most_bytes(self.options, self.program.cost.cluster)
-        if (needed := taken.evaluation.peak_bytes) > most:
+        if needed > most:
             raise UserError(
                 f"memory={memory_text(self.options.memory)}: a device needs {human_bytes(needed)}, "
                 f"{human_bytes(needed - most)} too many, although {self._least()}. Shard over more "
@@ -181,6 +184,11 @@ class CompiledChoice:
         """Lower a candidate."""
         new = self.program_of(candidate)
         return lowered_as(self.call, new), new
+
+    def instead_of(self, lowered: Lowered) -> Lowered:
+        """Return this choice's overlapped step, lowered as that of another choice was."""
+        other, new = self.lowered(self.candidates().candidates["overlapped"])
+        return lowered.instead(other, new.plan, new.ordering)
 
     def compiler(
         self, workers: int = MOST_WORKERS, options: Mapping[str, Any] | None = None
@@ -232,15 +240,10 @@ class Compared:
     compare: NeverSlower
     rows: Sequence[Candidate]
 
-    @property
+    @functools.cached_property
     def taken(self) -> Candidate:
         """The fastest candidate that fits."""
         return self.compare.taken(self.rows)
-
-    @property
-    def order(self) -> tuple[bool, float]:
-        """What is least of the best comparison."""
-        return self.taken.evaluation.peak_bytes > self.compare.most_bytes, self.taken.seconds
 
 
 def compared(choice: CompiledChoice, compiler_of: Callable[[CompiledChoice], Compile]) -> Compared:
@@ -257,7 +260,9 @@ def compared(choice: CompiledChoice, compiler_of: Callable[[CompiledChoice], Com
     done = Compared(choice, compare, search_compiled(compare.stages, compiled))
     if (less := choice.leaving_room(compare, done.rows)) is None:
         return done
-    return min(done, compared(less, compiler_of), key=lambda one: one.order)
+    other = compared(less, compiler_of)
+    best = ranked((done.taken, other.taken), compare.most_bytes)[0]
+    return other if best is other.taken else done
 
 
 class _Here:
@@ -279,7 +284,8 @@ class _Here:
         if first.stage not in ("overlapped", "reordered") or first.parent is not None:
             return self._children.evaluated(batch)
         with ThreadPoolExecutor(1) as pool:
-            in_children = pool.submit(self._children.evaluated, others)
+            inside = contextvars.copy_context()  # of the line that shows what is compiled
+            in_children = pool.submit(inside.run, self._children.evaluated, others)
             return [self._evaluated(first), *in_children.result()]
 
     def compiled(self, candidate: Candidate) -> Compiled:
@@ -299,6 +305,7 @@ class _Here:
     def _evaluated(self, candidate: Candidate) -> Candidate:
         try:
             one = self.compiled(candidate)
+            progress.counting()(candidate.stage)
         except jax.errors.JaxRuntimeError as error:
             return replace(candidate, evaluation=refused(first_line(error)))
         text, cost = one.as_text() or "", self._choice.program.cost
@@ -318,19 +325,30 @@ def faster(choice: CompiledChoice, lowered: Lowered, options: dict[str, Any] | N
     here: dict[int | None, _Here] = {}
 
     def compiler_of(one: CompiledChoice) -> Compile:
-        stage = lowered
-        if one is not choice:
-            other, new = one.lowered(one.candidates().candidates["overlapped"])
-            stage = lowered.instead(other, new.plan, new.ordering)
+        stage = lowered if one is choice else one.instead_of(lowered)
         return here.setdefault(one.options.room, _Here(one, stage, options))
 
     done = compared(choice, compiler_of)
-    done.choice.check(done.taken)
+    done.choice.check(done.taken.evaluation.peak_bytes)
     best = here[done.choice.options.room].compiled(done.taken)
     best.speedup = done.compare.speedup(done.rows)
     if not best.speedup.is_overlapped:
         warn(best.speedup.warning(done.compare.plan.step))
     return best
+
+
+def checked(choice: CompiledChoice, lowered: Lowered, options: dict[str, Any] | None) -> Compiled:
+    """Compile a step that is not compared with others; with fewer residuals, if it does not fit.
+
+    Raises:
+        UserError: if it needs more memory than `memory=` states however little it keeps.
+    """
+    here = _Here(choice, lowered, options)
+    if (less := choice.keeping_less(here)) is not None:
+        return checked(less, less.instead_of(lowered), options)
+    compiled = here.compiled(choice.candidates().candidates["overlapped"])
+    choice.check(peak_bytes(compiled.memory_analysis()))
+    return compiled
 
 
 def decided(choice: CompiledChoice) -> StepProgram:
@@ -345,7 +363,7 @@ def decided(choice: CompiledChoice) -> StepProgram:
 
     def speedup_here() -> str:
         done = compared(choice, lambda one: one.compiler().evaluated)
-        done.choice.check(done.taken)
+        done.choice.check(done.taken.evaluation.peak_bytes)
         speedup = done.compare.speedup(done.rows)
         return msgspec.json.encode(
             msgspec.structs.replace(speedup, room=done.choice.options.room)

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from jaxoverlap._jax.kernel_cache import KnownKernels
+from jaxoverlap._util import progress
 from jaxoverlap._util.text import first_line
 from jaxoverlap.passes.analysis.errors import RewriteError, UserError
 from jaxoverlap.plan.evaluation import Evaluation
@@ -63,12 +64,15 @@ class Compiler:
             deadline: by `time.monotonic`; what has not begun by then is not returned.
             meanwhile: does a piece of other work while children compile; False if none is left.
         """
+        count = progress.counting()
         with ThreadPoolExecutor(self.workers) as pool:
             begun = list[tuple[Candidate, Future[Evaluation | None]]]()
             for candidate in candidates:
                 if time.monotonic() >= deadline:
                     break
-                begun.append(self._begun(candidate, pool, deadline))
+                lowered, running = self._begun(candidate, pool, deadline)
+                running.add_done_callback(lambda _, name=candidate.stage: count(name))
+                begun.append((lowered, running))
             while not all(running.done() for _, running in begun) and meanwhile():
                 pass
             ended = ((one, running.result()) for one, running in begun)

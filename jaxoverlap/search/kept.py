@@ -22,7 +22,7 @@ from jaxoverlap.passes.keep.offload import offloads, saved
 from jaxoverlap.passes.keep.propose import Remats, Selection
 from jaxoverlap.passes.keep.recompute import recomputations
 from jaxoverlap.passes.layouts.memory import estimated_peak_bytes
-from jaxoverlap.plan.edits import Edit, Keep, Recompute
+from jaxoverlap.plan.edits import Edit, Keep, Offload, Recompute
 from jaxoverlap.plan.limits import GAIN
 from jaxoverlap.plan.speedup import milliseconds
 from jaxoverlap.search.evaluate import changed
@@ -121,16 +121,17 @@ def _found(step: StepContext, options: Options) -> tuple[tuple[Edit, ...], tuple
     room = budget - peak if options.room is None else options.room
     if room >= 0:
         return _chosen(step, options, budget, room, _SELECTIONS)
-    smaller, freed, asked = _recomputing(step, -room)
+    smaller, freed, asked = _recomputing(step, -room, anyway=options.room is not None)
     last_resort = freed + room < 0 and not cost.on_cpus and not options.keep
     if last_resort and (found := _offloading(smaller, options)) is not None:
         return found
     if smaller is step:
         return _chosen(step, options, budget, 0.0, _SELECTIONS)
     as_written, again = (one.estimate(one.plain).step_s for one in (step, smaller))
+    less = f"{human_bytes(freed)} less, " if freed else ""
     note = (
         f"memory={memory_text(options.memory)} recomputes layers, as the step needs about "
-        f"{human_bytes(peak)} of {human_bytes(budget)} as written: {human_bytes(freed)} less, "
+        f"{human_bytes(peak)} of {human_bytes(budget)} as written: {less}"
         f"{milliseconds(as_written)} -> {milliseconds(again)} (estimated)."
     )
     own = smaller.edited.edits[len(step.edited.edits) :]
@@ -138,11 +139,19 @@ def _found(step: StepContext, options: Options) -> tuple[tuple[Edit, ...], tuple
     return (*own, *edits), (note, *(f"  {edit}." for edit in own), *notes)
 
 
-def _recomputing(step: StepContext, missing: float) -> tuple[StepContext, int, int]:
+def _recomputing(
+    step: StepContext, missing: float, *, anyway: bool
+) -> tuple[StepContext, int, int]:
     """Recompute the layers of a step.
 
     Layers that are no steps of scans are recomputed in groups of one, two or four: the smallest
     that frees as many bytes as are missing, or else the one that frees most.
+
+    Args:
+        step: the step.
+        missing: the bytes.
+        anyway: whether layers are recomputed although that frees nothing by the estimate, as the
+            step is known not to fit once it is compiled.
 
     Returns:
         The step; the bytes that this frees, by the estimate; how many programs were partitioned.
@@ -161,6 +170,8 @@ def _recomputing(step: StepContext, missing: float) -> tuple[StepContext, int, i
             best, freed = replace(smaller, edited=apply(step.edited, sized)), less
         if less >= missing:
             break
+    if anyway and best is step and asked:
+        best = replace(step, edited=apply(step.edited, _shared(0, "bytes_freed", asked[0])))
     return best, freed, len(asked)
 
 
@@ -235,8 +246,11 @@ def _selected(
     some = itertools.islice(remats.selections(prices, room, offload=on_gpus), most)
     rows = [_estimated(step, one, budget) for one in some]
     why = next((row.why_not for row in rows if row.why_not), "no value saves enough time")
-    fit = (row for row in rows if not row.why_not)
-    return min(fit, key=lambda row: row.step_s, default=None), why
+    best: _Row | None = None
+    for row in rows:
+        if not row.why_not and (best is None or gains(row.step_s, best.step_s, 0)):
+            best = row
+    return best, why
 
 
 def _estimated(step: StepContext, selection: Selection, budget: float) -> _Row:
@@ -268,9 +282,12 @@ def _applied(step: EditedStep, selection: Selection) -> EditedStep:
     moved = [selection.edits[n] for n in selection.offloaded]
     edits = offloads(step, moved)
     if len(edits) < len(moved):
-        raise RewriteError("a value that was to be offloaded is no stack that one scan reads")
-    sized = zip(edits, selection.offloaded.values(), strict=True)
-    return apply(step, [replaced(edit, bytes_offloaded=size) for edit, size in sized])
+        raise RewriteError("a value that was to be offloaded cannot be in the host's memory")
+    sized = list[Offload]()
+    for edit, one, size in zip(edits, moved, selection.offloaded.values(), strict=True):
+        there = size * len(edit.places) // len(one.places)
+        sized.append(replaced(edit, bytes_offloaded=there))
+    return apply(step, sized)
 
 
 def room_left(edits: Sequence[Any], excess: float) -> int:

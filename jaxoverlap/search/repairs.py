@@ -70,7 +70,7 @@ def _fastest(step: StepContext, proposals: Propose) -> tuple[EditedStep, tuple[s
             continue
         fits = estimated_peak_bytes(program.module) <= step.cost.cluster.chip.memory_bytes
         step_s = step.estimate(program).step_s
-        if fits and not changed(step.plain, program) and step_s < best_s:
+        if fits and not changed(step.plain, program) and gains(step_s, best_s, 0):
             best, best_s = edited, step_s
         program.forget()
     if not gains(best_s, before_s, GAIN):

@@ -230,7 +230,7 @@ def search_compiled(
     rows = list[Candidate]()
     for propose in stages:
         for batch in filter(None, propose(rows)):
-            progress.stage(f"compiling {len(batch)} candidate{'s' * (len(batch) > 1)}")
+            progress.compiling(len(batch))
             made = compiled(batch)
             rows += made
             if len(made) < len(batch):

@@ -95,6 +95,15 @@ class Lowered:
             compiled, self.plan, self._wrapped_jit, self._cluster, report, self._speedup
         )
 
+    def __str__(self) -> str:
+        """Return the step's name and what is done to it."""
+        if self.plan is None:
+            return "the step as it is, lowered"
+        return f"{self.plan.step}, lowered: {self.plan.verdict}"
+
+    def __repr__(self) -> str:
+        return f"<Lowered {self}>"
+
     def __getattr__(self, name: str) -> Any:
         if name.startswith("_"):
             raise AttributeError(name)
@@ -131,6 +140,9 @@ class Compiled:
         """Return the step's name and its speed relative to the plain step, where that is known."""
         name = self.plan.step if self.plan else "the step as it is"
         return f"{name}: {self.speedup}" if self.speedup else f"{name}, compiled"
+
+    def __repr__(self) -> str:
+        return f"<Compiled {self}>"
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the compiled step."""

@@ -221,14 +221,17 @@ def _offloaded(
             eqns[reader] = _bringing(eqns[reader], operands)
     for position, some in alone.items():
         for one in some:
-            value = body.eqns[position].outvars[one.output]
-            stored, brought = compat.host_var(value), compat.like_var(value)
-            eqn, first = body.eqns[position], min(one.readers)
+            eqn, first = body.eqns[position], body.eqns[min(one.readers)]
+            value = eqn.outvars[one.output]
+            stored, waiting = (compat.host_var(value) for _ in range(2))
+            brought = compat.like_var(value)
+            # XLA's algebraic simplifier removes a copy of a copy, whatever memory it is in.
             after.setdefault(position, []).extend(
                 inlining.inline(compat.to_host, [value], [stored], eqn)
+                + inlining.inline(compat.barrier, [stored], [waiting], eqn)
             )
-            before.setdefault(first, []).extend(
-                inlining.inline(compat.to_device, [stored], [brought], body.eqns[first])
+            before.setdefault(min(one.readers), []).extend(
+                inlining.inline(compat.to_device, [waiting], [brought], first)
             )
             for reader in one.readers:
                 invars = [brought if v is value else v for v in eqns[reader].invars]

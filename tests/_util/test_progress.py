@@ -5,8 +5,10 @@ from __future__ import annotations
 import logging
 import os
 import pty
+import re
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import jax
@@ -27,7 +29,7 @@ with progress.working("deciding step"):
         progress.tried("layouts", left - 1)
         time.sleep(0.3)
     with progress.working("compiling step"):
-        progress.stage("compiling 3 candidates")
+        progress.compiling(3)
         time.sleep(0.3)
     print("printed")
 """
@@ -38,12 +40,20 @@ def test_elsewhere_it_is_a_line_of_the_log_for_each_stage(caplog: pytest.LogCapt
         for stage, times in (("layouts", 3), ("rings", 2)):
             for left in range(times, 0, -1):
                 progress.tried(stage, left)
-        progress.stage("compiling 3 candidates")
-    assert [record.getMessage() for record in caplog.records] == [
+        progress.compiling(2)
+        counts = [progress.counting() for _ in range(2)]
+        for count, name in zip(counts, ("plain", "overlapped"), strict=True):
+            thread = threading.Thread(target=count, args=(name,))
+            thread.start()
+            thread.join()
+    said = [re.sub(r"after \d.* s", "after so long", r.getMessage()) for r in caplog.records]
+    assert said == [
         "deciding step",
         "deciding: layouts",
         "deciding: rings",
-        "compiling 3 candidates",
+        "compiling 2 candidates",
+        "compiled 1 of 2 candidates: plain, after so long",
+        "compiled 2 of 2 candidates: overlapped, after so long",
     ]
     assert {record.name for record in caplog.records} == {"jaxoverlap"}
 

@@ -102,9 +102,12 @@ def test_the_name_and_the_docstring_stay():
     assert train_step.explain(X, W).step == "train_step"
     lowered = train_step.lower(X, W)
     assert "module @jit_train_step" in lowered.as_text()
-    compiled = lowered.compile().as_text()
-    assert compiled.startswith("HloModule jit_train_step")
-    assert 'op_name="jit(train_step)/' in compiled
+    compiled = lowered.compile()
+    assert repr(lowered) == f"<Lowered train_step, lowered: {lowered.plan.verdict}>"
+    assert repr(compiled) == "<Compiled train_step, compiled>"
+    text = compiled.as_text()
+    assert text.startswith("HloModule jit_train_step")
+    assert 'op_name="jit(train_step)/' in text
 
 
 # -- what jit was told ----------------------------------------------------------------------------

@@ -82,7 +82,7 @@ def test_few_partitions_are_made(monkeypatch):
     assert len(asked) - without <= without + 6
 
 
-def small(policy=None):
+def small(policy=None, *, scanned=True):
     """Return a step of four layers, and its arguments; it compiles in a second or two."""
     mesh = pod_mesh("h100-sxm:1x8", {"fsdp": 4, "tp": 2})
 
@@ -94,7 +94,11 @@ def small(policy=None):
 
     def loss(w, x):
         run = jax.checkpoint(layer, policy=policy)
-        return jnp.mean(jax.lax.scan(run, x, w)[0].astype(jnp.float32) ** 2)
+        if scanned:
+            return jnp.mean(jax.lax.scan(run, x, w)[0].astype(jnp.float32) ** 2)
+        for number in range(4):
+            x = run(x, jax.tree.map(lambda a, n=number: a[n], w))[0]
+        return jnp.mean(x.astype(jnp.float32) ** 2)
 
     def given(*dims, spec):
         at = jax.NamedSharding(mesh, jax.P(*spec))
@@ -125,19 +129,40 @@ def test_the_compiled_step_needs_no_more_than_was_said():
 @marked(pods)
 def test_values_without_room_wait_in_the_hosts_memory():
     step, args = step_of()
-    overlapped = overlap(step, memory="350MB", never_slower=False)
-    plan = overlapped.explain(*args)
+    plan = overlap(step, memory="350MB", never_slower=False).explain(*args)
     offloaded = [edit for edit in plan.edits if isinstance(edit, Offload)]
     moved = sum(edit.bytes_offloaded for edit in offloaded)
     assert len(offloaded) >= 2
     assert f"MB more and offloads {human_bytes(moved)} to the host: " in plan.notes[0]
-    assert jaxoverlap.overlap(step, plan=plan).explain(*args).edits == plan.edits
-    compiled = overlapped.lower(*args).compile()
-    copies = jaxoverlap.audit(compiled).host_coverage
+    followed = jaxoverlap.overlap(step, plan=plan)
+    assert followed.explain(*args).edits == plan.edits
+    copies = jaxoverlap.audit(followed.lower(*args).compile()).host_coverage
     once = moved * (SIZES.layers - 1) // SIZES.layers  # the last value stays
     for direction in (FROM_HOST, TO_HOST):
         assert copies[direction].synchronous == 0
         assert once <= copies[direction].bytes_moved <= moved
+
+
+@marked(pods)
+def test_values_of_layers_written_one_after_the_other_wait_too():
+    step, args = small(scanned=False)
+    overlapped = overlap(step, memory="211MB", never_slower=False)
+    edits = overlapped.explain(*args).edits
+    moved = sum(edit.bytes_offloaded for edit in edits if isinstance(edit, Offload))
+    compiled = overlapped.lower(*args).compile()
+    copies = jaxoverlap.audit(compiled).host_coverage
+    for direction in (FROM_HOST, TO_HOST):
+        assert copies[direction].synchronous == 0
+        assert copies[direction].bytes_moved == moved > 0
+    assert peak_bytes(compiled.memory_analysis()) <= 211e6
+
+
+@marked(pods)
+def test_a_step_is_refused_without_a_comparison_too():
+    step, args = small()
+    lowered = overlap(step, memory="90MB", never_slower=False).lower(*args)
+    with pytest.raises(ValueError, match=r"memory='90.0 MB': a device needs .* too many"):
+        lowered.compile()
 
 
 @marked(pods)

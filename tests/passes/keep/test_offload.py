@@ -96,21 +96,35 @@ def test_values_of_layers_written_one_after_the_other_are_offloaded():
     assert after is not None
     edits = [edit for edit in after.edits if isinstance(edit, Offload)]
     assert edits and all(len(edit.places) == L - 1 for edit in edits), "one is read back first"
-    host = [v for eqn in after.jaxpr.eqns for v in eqn.outvars if compat.in_host_memory(v)]
-    assert len(host) == len({place for edit in edits for place in edit.places})
-    for value in host:  # it is stored in the forward pass, and brought in the backward pass
-        makers = [eqn for eqn in after.jaxpr.eqns if value in eqn.outvars]
-        readers = [eqn for eqn in after.jaxpr.eqns if value in eqn.invars]
-        assert [is_backward(eqn) for eqn in (*makers, *readers)] == [False, True]
+    eqns = after.jaxpr.eqns
+    copies = [eqn for eqn in eqns if eqn.primitive.name == "device_put"]
+    stored = [eqn for eqn in copies if compat.in_host_memory(eqn.outvars[0])]
+    assert len(stored) == len({place for edit in edits for place in edit.places})
+    assert len(copies) == 2 * len(stored)
+    backward = [n for n, eqn in enumerate(eqns) if is_backward(eqn)]
+    assert eqns.index(stored[-1]) < backward[0], "all are stored in the forward pass"
+    brought = [eqn for eqn in copies if eqn not in stored]
+    assert eqns.index(brought[0]) > backward[0], "and come back one by one"
+    assert eqns.index(brought[-1]) > backward[len(backward) // 2]
 
 
 @pytest.mark.rotating
 @pytest.mark.parametrize(
-    ("kind", "halves"),
-    some(1, [(AxisType.Auto, None), (AxisType.Auto, 2), (AxisType.Explicit, None)]),
+    ("kind", "halves", "way"),
+    some(
+        2,
+        [
+            (AxisType.Auto, None, "scan"),
+            (AxisType.Auto, None, "unrolled"),
+            (AxisType.Auto, 2, "scan"),
+            (AxisType.Auto, 2, "unrolled"),
+            (AxisType.Explicit, None, "scan"),
+            (AxisType.Explicit, None, "unrolled"),
+        ],
+    ),
 )
-def test_a_plan_offloads_on_eight_devices(kind, halves, tmp_path):
-    drawn = Drawn(("twice", "dropped", "gelu"), "scan", "none", reverse=True, seed=3)
+def test_a_plan_offloads_on_eight_devices(kind, halves, way, tmp_path):
+    drawn = Drawn(("twice", "dropped", "gelu"), way, "none", reverse=True, seed=3)
     step, args = drawn.step, drawn.arguments(mesh_of(kind))
     if kind == AxisType.Explicit:  # a gathered weight, as JAX gathers none of itself
         w, x, key = args
