@@ -180,14 +180,19 @@ def _common(sums: Sequence[Summand], mesh: Mesh) -> _Axes:
 
 
 def _summand(eqn: Any, names: DimNames, axes: Mapping[Name, _Axes], mesh: Mesh) -> Summand:
-    """Return the dims of a sum's operands that it adds up, and the mesh axes that shard each."""
-    cut = [dict[int, _Axes]() for _ in eqn.invars]
+    """Return the dims of a sum's operands that it adds up, and the mesh axes that shard each.
+
+    Names of two dims may have one axis, as values differ in how they are sharded: the first has it.
+    """
+    cut, used = [dict[int, _Axes]() for _ in eqn.invars], set[str]()
     for dims in summed_dims(eqn):
         first = next(operand for operand, dim in enumerate(dims) if dim is not None)
         var, dim = eqn.invars[first], dims[first]
         assert dim is not None
-        on = tuple(a for a in axes.get(names.of(var)[dim], ()) if mesh.shape[a] > 1)
+        free = (a for a in axes.get(names.of(var)[dim], ()) if a not in used)
+        on = tuple(a for a in free if mesh.shape[a] > 1)
         if on and var.aval.shape[dim] % math.prod(mesh.shape[a] for a in on) == 0:
+            used.update(on)
             for operand, dim in enumerate(dims):
                 if dim is not None:
                     cut[operand][dim] = on

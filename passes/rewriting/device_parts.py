@@ -82,6 +82,8 @@ class DeviceParts:
             on = [a for _, axes in operand for a in axes]
             if operand and not set(self.axes) <= set(on):
                 raise NoSumError(f"a sum is not over all of {self.axes}")
+            if len({*on}) < len(on):
+                raise NoSumError("an axis shards two dims")
             for dim, axes in operand:
                 if dim not in dims or var.aval.shape[dim] % math.prod(map(self.size, axes)):
                     raise NoSumError(f"{eqn.primitive.name} does not add up dim {dim} in parts")

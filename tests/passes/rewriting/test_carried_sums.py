@@ -264,6 +264,7 @@ def test_totals_that_are_no_sum_of_parts_stay(step, number):
         ({"sums": ()}, "more sums"),
         ({"sums": ((((0, ("fsdp",)),),),)}, "operands"),
         ({"sums": ((((2, ("fsdp",)),), ((0, ("fsdp",)),)),)}, "dim 2"),
+        ({"sums": ((((0, ("fsdp",)), (1, ("fsdp",))), ((0, ("fsdp",)),)),)}, "shards two dims"),
         ({"sums": ((((0, ("replica",)),), ((0, ("replica",)),)),)}, "not over all"),
     ],
 )
@@ -274,6 +275,26 @@ def test_an_edit_that_does_not_fit_is_refused(changes, said):
     wrong = msgspec.structs.replace(edits[0], **{"axes": ("fsdp",), **changes})
     with pytest.raises(UserError, match=re.escape(said)):
         apply(edited, [wrong])
+
+
+def test_an_axis_is_on_one_of_two_dims_that_are_added_up():
+    """In one matmul it shards the rows, in another one the positions; the sum is over both."""
+    mesh = mesh_of(MESHES[1])
+
+    def step(x: Any) -> Any:
+        def body(total: Any, part: Any) -> Any:
+            return total + jnp.einsum("bsd,bse->de", part, part), None
+
+        return lax.scan(body, jnp.ones((D, D)), x)[0] + jnp.sum(x @ jnp.ones((D, D)))
+
+    x = jnp.asarray(np.random.default_rng(0).standard_normal((MICRO, B, B, D)), jnp.float32)
+    args = (jax.device_put(x, NamedSharding(mesh, P(None, "fsdp"))),)
+    edited = edited_of(step, args, mesh)
+    both = ("fsdp",), ("fsdp",), ()
+    known = {dot.index: Shardings(both, both, None) for dot in edited.matmuls}
+    (proposal,) = carried_sums.propose(evaluated_of(edited, shardings=known))
+    got = evaluated(apply(edited, proposal.edits).jaxpr, args)[0]
+    np.testing.assert_allclose(np.asarray(got), np.asarray(step(x)), rtol=1e-3)
 
 
 @pytest.mark.nightly
