@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from jaxoverlap.passes.analysis.jaxprs import bodies
 from jaxoverlap.passes.evaluated import Evaluated, Proposal
 from jaxoverlap.passes.halves.propose import propose_parts, propose_unrolled
-from jaxoverlap.passes.layouts import columns
+from jaxoverlap.passes.layouts import columns, loop_weights
 from jaxoverlap.passes.layouts.propose import (
     propose_fewer,
     propose_lookups,
@@ -38,7 +38,7 @@ from jaxoverlap.search.search import ANYWAY, Budget, Propose, Stage
 from jaxoverlap.step.context import StepContext
 from jaxoverlap.step.options import Options
 
-TRANSFORMS, COLUMNS, STARTS, LOOKUPS, NEIGHBOURS, MIXES, OWN, FEWER = (
+TRANSFORMS, COLUMNS, STARTS, LOOKUPS, NEIGHBOURS, MIXES, OWN, LOOPS, FEWER = (
     *(
         "transforms per shard",
         "columns interleaved",
@@ -47,7 +47,7 @@ TRANSFORMS, COLUMNS, STARTS, LOOKUPS, NEIGHBOURS, MIXES, OWN, FEWER = (
         "their neighbours",
         "lines of other layouts",
     ),
-    *("pins that XLA chooses too", "pins that are not needed"),
+    *("pins that XLA chooses too", "weights of loops", "pins that are not needed"),
 )
 GIVEN, SPLIT, UNROLLED, AHEAD, RINGS = (
     *("the given layout", "batch split", "scans unrolled", "gathers ahead of parts", "rings"),
@@ -96,6 +96,7 @@ def _of_layouts(step: StepContext, options: Options) -> Iterator[Stage]:
     yield layout(NEIGHBOURS, propose_neighbours, LAYOUT_STEP, takes="first", expands=1)
     yield layout(MIXES, propose_mixes, LAYOUT_STEP, takes="each", expands=1)
     yield layout(OWN, propose_without_own, -LAYOUT_STEP)
+    yield layout(LOOPS, loop_weights.propose)
     if mode == "advise":
         yield Stage(
             *(FEWER, propose_fewer, -LAYOUT_STEP),
@@ -173,6 +174,6 @@ def _num_equations(step: StepContext) -> int:
 
 
 LAYOUT_STAGES = (
-    *(GIVEN, TRANSFORMS, COLUMNS, STARTS, LOOKUPS, NEIGHBOURS, MIXES, OWN, FEWER),
+    *(GIVEN, TRANSFORMS, COLUMNS, STARTS, LOOKUPS, NEIGHBOURS, MIXES, OWN, LOOPS, FEWER),
     *(one.name for one in PASSES if one.propose and _before_split(one)),
 )
