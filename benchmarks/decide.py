@@ -1,12 +1,13 @@
 """Measure how long overlap() takes to decide and compile a step, next to a plain compile.
 
-python -m benchmarks.decide                     # five minutes on two idle cores
+python -m benchmarks.decide                     # five minutes on two idle cores, and an install
 python -m benchmarks.decide --only "MLP, data 16 x model 4"
 
 Wall clock, each step in a process of its own: tracing, lowering and compiling the plain step; and
 the same of the overlapped one, which is searched for, compared with the plain one and compiled.
 Counted are the questions to XLA's partitioner, the candidates that were evaluated, and the programs
-that XLA compiled, in this process and in children. Nothing runs. Needs no GPU.
+that XLA compiled, in this process and in children. Nothing runs. MaxText gets an environment of its
+own. Needs no GPU.
 """
 
 from __future__ import annotations
@@ -25,11 +26,13 @@ from rich.console import Console
 
 import jaxoverlap
 from benchmarks import explicit, frame
-from benchmarks.children import import_first, in_fork
+from benchmarks.children import import_first, in_child, in_fork
 from benchmarks.drawn.step import Built, lower
 from benchmarks.frame import Only, Row, Written, chosen, provenance
 from benchmarks.pods.names import SCHEDULED
 from benchmarks.pods.suite import STEPS as SUITE
+from benchmarks.strangers.environments import environment_of
+from benchmarks.strangers.pod_steps import POD_STEPS
 from jaxoverlap._jax import partitioner
 from jaxoverlap.cli.targets.plain import build as build_mlp
 from jaxoverlap.flags.required import SEEN
@@ -65,12 +68,19 @@ def _unrolled() -> Built:
     return explicit.build(model, jaxoverlap.pod_mesh(model.pod, axes), "automatic")
 
 
+def _maxtext() -> Built:
+    step = POD_STEPS["maxtext, fsdp 8 x tensor 8"]
+    return step.build(jaxoverlap.pod_mesh(step.pod, step.axes))
+
+
 CASES: dict[str, Callable[[], Built]] = {
     "MLP, data 16 x model 4": _mlp,
     "7B, 32 scanned layers, 64 H100s": _of_suite("7b-h100-64"),
     "8 unrolled layers, FSDP 64": _unrolled,
     "mixture of experts, 64 H100s": _of_suite("moe-h100-64"),
+    "MaxText, fsdp 8 x tensor 8": _maxtext,
 }
+OTHERS = {"MaxText, fsdp 8 x tensor 8": "maxtext fsdp 8"}  # in environments of their own
 
 
 def measured(case: str) -> Row:
@@ -137,7 +147,11 @@ def main(only: Only = None, out: Written = Path("benchmarks/results/decide.jsonl
     import_first([__name__])
     rows = frame.rows_in(out)
     for name in names:
-        made = in_fork(measured, name, timeout_s=CHILD_S)
+        if name in OTHERS:
+            python = environment_of(OTHERS[name], console)
+            made = in_child("benchmarks.decide_child", name, python=python)
+        else:
+            made = in_fork(measured, name, timeout_s=CHILD_S)
         rows[name, "overlapped"] = {"step": name, "row": "overlapped", **made}
         frame.write_rows(out, rows.values())
         console.print(name, made.get("error", f"{made.get('all_s', 0.0):.1f} s"))

@@ -87,14 +87,13 @@ class Trainer:
                 console.print(f"resuming after step {begin} of {config.steps}")
             batches = self.batches(state, begin)
             with Report(self.recipe, config, self.mesh, begin) as report:
-                indices = range(begin, config.steps, span)
+                indices, trials = range(begin, config.steps, span), trial_steps(self.step)
                 for index, batch in zip(indices, batches, strict=False):
-                    before = trial_steps(self.step)
                     with profiled(index - begin, config):
                         state, metrics = self.take(state, batch)
-                    trial = trial_steps(self.step) > before
+                    before, trials = trials, trial_steps(self.step)
                     # Fetches the metrics of the batch before.
-                    report.add(index + span - 1, metrics, trial=trial)
+                    report.add(index + span - 1, metrics, trial=trials > before)
                     checkpoints.save(index + span, state, span)
                 self.check(state)
             state = self.finished(state)

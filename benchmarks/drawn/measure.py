@@ -12,8 +12,7 @@ from benchmarks.drawn.child import measured
 from benchmarks.drawn.rows import Compared, compared
 from benchmarks.drawn.step import Step
 from benchmarks.frame import Row, rows_in, write_rows
-from benchmarks.strangers.cases import CASES
-from benchmarks.strangers.environments import environment
+from benchmarks.strangers.environments import environment_of
 from jaxoverlap._jax.kernel_cache import KnownKernels
 
 CHILD_S = 1200  # the longest that one row may take
@@ -35,7 +34,11 @@ def measure_all(
         The steps with all their rows of the file, old and new.
     """
     import_first(["benchmarks.drawn.child"])
-    pythons = {name: _python(step, console) for name, step in steps.items() if step.stranger}
+    pythons = {
+        name: environment_of(step.stranger, console)
+        for name, step in steps.items()
+        if step.stranger
+    }
     row_of = rows_in(out)
 
     def work(job: Job, known: KnownKernels) -> Row:
@@ -48,12 +51,6 @@ def measure_all(
         row_of[job] = _of_step(steps[job[0]]) | {"row": job[1], **made}
         write_rows(out, row_of.values())
     return compared([row for (name, _), row in row_of.items() if name in steps])
-
-
-def _python(step: Step, console: Console) -> str:
-    """The Python that has what a stranger's step needs."""
-    case = next(case for case in CASES if case.name == step.stranger)
-    return environment(case, "0.12.0.1", console)
 
 
 def _of_step(step: Step) -> Row:

@@ -6,6 +6,7 @@ from pathlib import Path
 
 from rich.console import Console
 
+from benchmarks.strangers.cases import CASES
 from benchmarks.strangers.stranger import Case
 
 
@@ -26,3 +27,8 @@ def environment(case: Case, jax: str, console: Console) -> str:
                 subprocess.run([*uv, "--no-deps", *case.bare], check=True)
             stamp.touch()
     return str(python)
+
+
+def environment_of(name: str, console: Console) -> str:
+    """The Python that has what a case of this name needs."""
+    return environment(next(case for case in CASES if case.name == name), "0.12.0.1", console)

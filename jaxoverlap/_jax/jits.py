@@ -6,6 +6,7 @@ Written against jax 0.11.2 and 0.12.0; `tests/_jax/test_compat.py` pins each beh
 from __future__ import annotations
 
 import functools
+import re
 import sys
 import types
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
@@ -284,6 +285,27 @@ def results_of(compiled: jax.stages.Compiled) -> list[tuple[Any, Any]]:
     """Return the type (shape, dtype, weakness) and the sharding of each result."""
     executable: Any = compiled._executable  # type: ignore[attr-defined]
     return list(zip(map(type_of, executable.out_avals), executable._out_shardings, strict=True))
+
+
+_ALIAS = re.compile(r"\{[\d, ]*\}: \((\d+), \{([\d, ]*)\}")
+
+
+def donated(compiled: jax.stages.Compiled) -> frozenset[int]:
+    """Return the numbers of the flat arguments that a call takes, as their memory holds a result.
+
+    An argument that is marked as donated but fits no result stays. So does, in a call, one that
+    NumPy reads at that time, on CPU devices.
+    """
+    executable: Any = compiled._executable  # type: ignore[attr-defined]
+    program = executable.xla_executable
+    header, _, _ = program.hlo_modules()[0].to_string().partition("\n")
+    _, _, aliases = header.partition("input_output_alias={")
+    aliases, _, layout = aliases.partition("entry_computation_layout={")
+    arguments = sorted(executable._kept_var_idx)
+    first = len(program.get_parameter_layouts()) - len(arguments)  # tokens and constants come first
+    tupled = layout.startswith("((")
+    numbers = (int(index if tupled else number) for number, index in _ALIAS.findall(aliases))
+    return frozenset(arguments[number - first] for number in numbers if number >= first)
 
 
 # -- compiler options -----------------------------------------------------------------------------

@@ -164,9 +164,10 @@ def overlap(
         plan: a `Plan` or the path of its file. It replaces skip, granularity, fsdp, layouts,
             halves, streams, schedule, memory and keep, and is for one step, mesh, cluster and
             version: the first call refuses any other.
-        tune: search for the plan at the first call with arguments of a type, as `tune` does; a
-            `Tuning` has its settings. Results are cached for later runs. With several processes,
-            process 0 tunes and the others wait for its plan.
+        tune: search as `tune` does, for arguments of each type; a `Tuning` has its settings. A step
+            that starts as it is runs meanwhile, and then has trial steps of the fastest eight
+            programs; any other waits for the search at its first call. Results are cached for later
+            runs. With several processes, process 0 searches.
         operations: what becomes of `jaxoverlap.dot_general`, `einsum` and `matmul` in the step:
             "take over" decides on them as on any matmul; "leave" lets them partition themselves. A
             plan needs the setting that it was made with.
@@ -193,7 +194,7 @@ def overlap(
             the fastest runs; if the search fails, a warning says why, whatever `on_error` is.
             "decided" searches and compiles before the first step. Default: "plain" on GPUs, or
             where one of the three arguments below is given; "decided" on other devices, and with
-            `trials=None`, `plan`, `tune` or `never_slower=False`.
+            `trials=None`, `plan` or `never_slower=False`.
         trials: the trial steps at most; None for none: the program is then chosen by estimate and
             simulation, so that a run can be repeated bit by bit.
         cache: the folder that keeps decisions of trials, so that the next run of the same step
@@ -236,7 +237,7 @@ def overlap(
             "tune= with memory= or keep=: a tuning does not choose what is kept. Leave tune= out"
         )
     tuning = Tuning() if tune is True else tune or None
-    fixed = {"plan": plan is not None, "tune": bool(tuning), "never_slower=False": not never_slower}
+    fixed = {"plan": plan is not None, "never_slower=False": not never_slower}
     starts = _start(start, trials, cache, on_trials, [name for name, set_ in fixed.items() if set_])
     if plan is not None:
         if tuning:

@@ -32,6 +32,7 @@ from jaxoverlap.search.layouts import Layouts
 from jaxoverlap.search.never_slower import predicted
 from jaxoverlap.start.at_once import AtOnce
 from jaxoverlap.start.contender import fits_as_written
+from jaxoverlap.start.copies import TrialsOnCopies
 from jaxoverlap.start.record import Trials
 from jaxoverlap.start.settings import Start
 from jaxoverlap.step.context import mesh_of, prepare
@@ -244,7 +245,7 @@ class Overlapped:
                 return None  # it is decided before the first step
             with self._lock:
                 if (started := self._started.get(key)) is None:
-                    started = AtOnce(call, self._options, self._start)
+                    started = AtOnce(call, self._options, self._start, self._tuning)
                     self._started.put(key, started, at_most=_MAX_SEEN)
         if started.program is None:
             return started
@@ -398,15 +399,15 @@ class Overlapped:
         """The plan under which the step is fastest: process 0's, where there are many."""
         start = prepare(call, self._options)
         target = TuningTarget(call, start, replace(self._options, by_rule=True))
+        search = functools.partial(tuned, target, tuning, TrialsOnCopies(call, self._options), out)
         if not processes_of(start.mesh):
-            return tuned(target, tuning, out)
+            return search()
         if tuning.measure:
             raise ValueError(
-                "measure=True in several processes: each would go by a clock of its own. Tune "
-                "without it, or the same step in one process, and give its plan to all"
+                "measure=True in several processes: each would go by a clock of its own. Give "
+                "overlap() tune=True and start='plain': the processes agree on its trial steps"
             )
-        wait_s = tuning.budget_s + _BESIDE_BUDGET_S
-        return agreed(lambda: tuned(target, tuning, out), within_s=wait_s)
+        return agreed(search, within_s=tuning.budget_s + _BESIDE_BUDGET_S)
 
 
 def _bound(call: jits.Call, program: StepProgram) -> list[Any]:

@@ -20,8 +20,8 @@ from jaxoverlap.passes.analysis.errors import RewriteError
 from jaxoverlap.search.found import found
 from jaxoverlap.start import contender, kept
 from jaxoverlap.start.board import Board
-from jaxoverlap.start.candidates import Offers, offers_of
-from jaxoverlap.start.contender import Contender, Results
+from jaxoverlap.start.candidates import Offers, offers_of, tuned_offers_of
+from jaxoverlap.start.contender import Contender
 from jaxoverlap.start.course import Course, StepTurn
 from jaxoverlap.start.kept import KeptDecision
 from jaxoverlap.start.planner import Made, TrialPlanner
@@ -31,6 +31,7 @@ from jaxoverlap.step.context import mesh_of
 from jaxoverlap.step.options import Options
 from jaxoverlap.step.processes import DisagreementError, processes_of
 from jaxoverlap.step.program import StepProgram, step_program
+from jaxoverlap.tuning.tune import Tuning
 
 
 class AtOnce:
@@ -41,20 +42,28 @@ class AtOnce:
             step, or nothing is known.
     """
 
-    def __init__(self, call: jits.Call, options: Options, start: Start):
+    def __init__(
+        self, call: jits.Call, options: Options, start: Start, tuning: Tuning | None = None
+    ):
+        """Find what an earlier run decided.
+
+        Args:
+            call: the first call.
+            options, start: the user's.
+            tuning: how to search for candidates; None: as `overlap` does.
+        """
         self._call = jits.without_arrays(call)
-        self._options, self._start = options, start
+        self._options, self._start, self._tuning = options, start, tuning
         self._board = Board(processes_of(mesh_of(call)))
         self._planner = TrialPlanner(self._board, call.name, start.trials)
         self._course = Course(self._board, self._planner.plan)
         self._programs: dict[int, Contender] = {}
-        self._plain: Results | None = None
         self._lock = threading.Lock()
         self._steps, self._trial_steps, self._trial_s = 0, 0, 0.0
         self._ran = list[Ran]()
         self._record: Trials | None = None
         self._names = [PLAIN]
-        self._begun = False
+        self._has_run = self._begun = False
         self.program: StepProgram | None = None
         self._follow_earlier()
 
@@ -77,7 +86,7 @@ class AtOnce:
         Raises:
             DisagreementError: if process 0 runs another step, or by other options.
         """
-        identity = kept.identity(self._call, self._options)
+        identity = kept.identity(self._call, self._options, self._tuning)
         if self._board.leads:
             self._key = kept.key_of(identity)
             known = kept.read(self._start.folder, self._key)
@@ -125,8 +134,7 @@ class AtOnce:
             assert flat is not None
             return jax.tree.unflatten(call.out_tree, flat(call.flat))
         results = plain() if not turn.timed else self._timed(plain, call, number)
-        if self._plain is None:
-            self._plain = Results.of(call.flat, jax.tree.leaves(results))
+        self._has_run = True
         return results
 
     def _next(self, call: jits.Call) -> tuple[int, StepTurn]:
@@ -135,7 +143,7 @@ class AtOnce:
         if self._record is not None and self._record.cached:
             turn = StepTurn(0)
         else:
-            if self._plain is not None and not self._begun:
+            if self._has_run and not self._begun:
                 self._begin(call)
             turn = self._course.turn(number)
         if turn.record and self._record is None:
@@ -154,17 +162,15 @@ class AtOnce:
     def _trial(self, call: jits.Call, plain: Callable[[], Any], number: int, program: int) -> Any:
         """Time a step with a candidate; one that fails before it runs leaves all as it was."""
         run = self._programs[program].run
-        assert run is not None and self._plain is not None
+        assert run is not None
         try:
             flat = self._timed(lambda: run(call.flat), call, number)
         except Exception as error:
             # Elsewhere it may have run, and the other processes wait for this one.
-            if True in contender.deleted(call.flat) or not self._board.is_alone:
+            if contender.is_taken(call.flat) or not self._board.is_alone:
                 raise
             self._drop(program, f"{type(error).__name__}: {first_line(error)}")
             return plain()
-        if self._board.leads and self._plain.donates_otherwise(call.flat):
-            self._drop(program, "it does not donate as the original step does")
         return jax.tree.unflatten(call.out_tree, flat)
 
     def _timed(self, run: Callable[[], Any], call: jits.Call, number: int) -> Any:
@@ -190,7 +196,7 @@ class AtOnce:
         self._record = record
         self._programs = {n: one for n, one in self._programs.items() if n == program}
         if self._board.leads and any(one.seconds for one in record.candidates):
-            plan = self._planner.offers.offers[program - 1].plan if program else None
+            plan = self._programs[program].plan if program else None
             mesh = mesh_of(self._call)
             devices = f"{mesh.size} x {mesh.devices.flat[0].device_kind}"
             decision = KeptDecision(devices=devices, plan=plan, trials=self.trials)
@@ -236,7 +242,10 @@ class AtOnce:
         if not self._board.leads:
             return msgspec.json.decode(self._board.get("offers"), type=Offers)
         try:
-            offers = offers_of(self._call, self._options)
+            if self._tuning is None:
+                offers = offers_of(self._call, self._options)
+            else:
+                offers = tuned_offers_of(self._call, self._options, self._tuning)
         except Exception as error:  # training goes on with the original step
             offers = Offers(why=f"{type(error).__name__}: {error}")
         if not self._board.is_alone:
@@ -246,10 +255,9 @@ class AtOnce:
     def _made(self, offers: Offers, room: float) -> Sequence[Made]:
         """Compile the candidates, one after the other."""
         made = list[Made]()
-        assert self._plain is not None
         for number, offer in enumerate(offers.offers, 1):
             check_running()
-            one = contender.contender(self._call, self._options, offer, self._plain, room)
+            one = contender.contender(self._call, self._options, offer, room)
             self._programs[number] = one
             made.append(Made(digest=one.digest, peak_bytes=one.peak_bytes, why_not=one.why_not))
         return made

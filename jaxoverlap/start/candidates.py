@@ -15,8 +15,13 @@ from jaxoverlap.search.choice import CompiledChoice
 from jaxoverlap.search.found import found
 from jaxoverlap.search.search import ranked, search_compiled
 from jaxoverlap.start.record import PLAIN
+from jaxoverlap.step.context import prepare
 from jaxoverlap.step.options import Options
 from jaxoverlap.step.program import step_program
+from jaxoverlap.tuning.target import TuningTarget
+from jaxoverlap.tuning.tune import Tuning, worth_a_trial
+
+_TUNED = 8  # programs of a tuning that have a trial; each is compiled here, and takes its memory
 
 
 class Offer(msgspec.Struct, frozen=True, kw_only=True):
@@ -77,6 +82,22 @@ def offers_of(call: jits.Call, options: Options) -> Offers:
     return Offers(offers=tuple(offers), notice=notice if program.plan.edits else "")
 
 
+def tuned_offers_of(call: jits.Call, options: Options, tuning: Tuning) -> Offers:
+    """Search as `tune` does for programs of a step that are worth a trial: the fastest eight.
+
+    Raises:
+        UserError, RewriteError: as `step_program`.
+    """
+    options = replace(options, streams="one", on_error="raise", by_rule=True)
+    target = TuningTarget(call, prepare(call, options), options)
+    few = list[Offer]()
+    for row in worth_a_trial(target, tuning):
+        one = _offer(row)
+        if _does_something(one.plan) and all(_program(one) != _program(other) for other in few):
+            few.append(one)
+    return Offers(offers=tuple(few[:_TUNED]), why="" if few else "the tuning found nothing else")
+
+
 def _simulated(choice: CompiledChoice) -> tuple[list[Offer], str]:
     """Compile and simulate candidates; return the fastest of each kind, and why others are refused.
 
@@ -126,6 +147,11 @@ def _offer(row: Candidate) -> Offer:
     assert row.plan is not None
     name = row.stage + ", collectives joined" * (row.parent is not None)
     return Offer(name=name, plan=row.plan, simulated_s=row.evaluation.step_s)
+
+
+def _program(offer: Offer) -> tuple[object, ...]:
+    """Return what makes the program of an offer."""
+    return offer.plan.edits, offer.plan.xla_options, offer.plan.schedule
 
 
 def _does_something(plan: Plan) -> bool:

@@ -18,6 +18,7 @@ from jaxoverlap._jax.jobs import peak_bytes
 from jaxoverlap._jax.thread_config import inheriting
 from jaxoverlap._util.text import first_line, human_bytes
 from jaxoverlap.hardware.topology import cluster_of
+from jaxoverlap.plan.plan import Plan
 from jaxoverlap.search.found import found
 from jaxoverlap.search.kept import most_bytes
 from jaxoverlap.start.candidates import Offer
@@ -31,39 +32,49 @@ MEMORY_SHARE = 0.95  # of a device's memory: an allocator finds no room for the 
 
 @dataclass(frozen=True)
 class Results:
-    """Records how the original step typed and sharded its results, and which arguments it donated.
+    """Records how a program types and shards its results, and which arguments it takes.
 
     Attributes:
         types: of each result: shape, dtype and whether it is weakly typed.
         shardings: of each result.
-        deleted: of each argument, whether it was donated, and taken; None of one that is no array.
+        donated: the numbers of the arguments whose memory it takes. Whether a call has deleted an
+            array says less: on CPU devices one that NumPy reads at that time stays.
     """
 
     types: tuple[Any, ...]
     shardings: tuple[jax.sharding.Sharding, ...]
-    deleted: tuple[bool | None, ...]
+    donated: frozenset[int]
 
     @classmethod
-    def of(cls, flat: Sequence[Any], results: Sequence[jax.Array]) -> Results:
-        """Return what a call of the original step gave.
+    def of(cls, compiled: jax.stages.Compiled) -> Results:
+        """Return those of a compiled program."""
+        results = jits.results_of(compiled)
+        types, shardings = (tuple(one[part] for one in results) for part in (0, 1))
+        return cls(types, shardings, jits.donated(compiled))
 
-        Args:
-            flat: its arguments.
-            results: its results.
-        """
-        return cls(
-            tuple(map(jits.type_of, results)), tuple(x.sharding for x in results), deleted(flat)
-        )
+    @classmethod
+    def of_original(cls, call: jits.Call) -> Results:
+        """Return those of the original step."""
+        return cls.of(_original(call))
 
-    def donates_otherwise(self, flat: Sequence[Any]) -> bool:
-        """Return whether a call took other arguments than the original step's."""
-        pairs = zip(self.deleted, deleted(flat), strict=True)
-        return any(None not in pair and pair[0] != pair[1] for pair in pairs)
+    def differ(self, original: Results) -> str:
+        """Return in what they differ from the original step's; empty if in nothing."""
+        pairs = zip(self.types, self.shardings, original.types, original.shardings, strict=True)
+        for position, (made, sharding, wanted, wanted_sharding) in enumerate(pairs):
+            if made != wanted:
+                return f"result {position} is of type {made}, and not {wanted}"
+            same = sharding.is_equivalent_to(wanted_sharding, len(wanted[0]))
+            if not same or sharding.memory_kind != wanted_sharding.memory_kind:
+                return f"result {position} is sharded as {sharding}, and not {wanted_sharding}"
+        if apart := self.donated ^ original.donated:
+            donates = "donates" if min(apart) in self.donated else "does not donate"
+            return f"it {donates} argument {min(apart)}, unlike the original step"
+        return ""
 
 
-def deleted(flat: Sequence[Any]) -> tuple[bool | None, ...]:
-    """Return which arguments a call has taken; None of what is no array."""
-    return tuple(x.is_deleted() if isinstance(x, jax.Array) else None for x in flat)
+def is_taken(flat: Sequence[Any]) -> bool:
+    """Return whether a call has taken one of its arguments."""
+    return any(isinstance(x, jax.Array) and x.is_deleted() for x in flat)
 
 
 @dataclass(frozen=True)
@@ -72,33 +83,33 @@ class Contender:
 
     Attributes:
         run: takes the flat arguments, and returns the flat results; None if it cannot run.
+        plan: its plan as it was followed; None for the original step, or where it was not.
         digest: a hash of what was compiled, the same in all processes.
         peak_bytes: bytes that a device needs at most.
         why_not: why it cannot run; empty if it can.
     """
 
     run: Callable[[Sequence[Any]], list[Any]] | None = None
+    plan: Plan | None = None
     digest: str = ""
     peak_bytes: int = 0
     why_not: str = ""
 
 
-def contender(
-    call: jits.Call, options: Options, offer: Offer, plain: Results, room_bytes: float
-) -> Contender:
+def contender(call: jits.Call, options: Options, offer: Offer, room_bytes: float) -> Contender:
     """Compile a program that is worth a trial.
 
     Args:
         call: the step's call.
         options: the user's options.
         offer: the program, by its plan.
-        plain: what the original step gave.
         room_bytes: bytes of a device that the step may have; infinity where not known.
     """
     try:
         program = step_program(call, replace(options, plan=offer.plan, on_error="raise"), found)
         compiled = within(lambda: _compiled(call, program), COMPILE_WITHIN_S)
         run = jits.flat_call(compiled)
+        why_not = Results.of(compiled).differ(Results.of_original(call))
     except TimeoutError:
         return Contender(why_not=f"XLA did not compile it within {COMPILE_WITHIN_S:g} s")
     except Exception as error:  # whatever it is, training goes on without this candidate
@@ -106,12 +117,19 @@ def contender(
     facts = program.agreement.facts if program.agreement else {}
     digest = hashlib.sha256(msgspec.json.encode(sorted(facts.items()))).hexdigest()
     needs = peak_bytes(compiled.memory_analysis())
-    why_not = differs(compiled, plain)
     if needs > room_bytes:
         why_not = f"it needs {human_bytes(needs)} of a device, where {human_bytes(room_bytes)} are"
-    if why_not:
-        return Contender(digest=digest, peak_bytes=needs, why_not=why_not)
-    return Contender(run, digest, needs)
+    return Contender(None if why_not else run, program.plan, digest, needs, why_not)
+
+
+def original(call: jits.Call) -> Contender:
+    """Return the original step, compiled as `jax.jit` does, as one that trials compare with."""
+    return Contender(jits.flat_call(_original(call)))
+
+
+def _original(call: jits.Call) -> jax.stages.Compiled:
+    """Return the original step compiled; JAX finds it so once it has run."""
+    return call.traced().lower().compile()
 
 
 def _compiled(call: jits.Call, program: StepProgram) -> jax.stages.Compiled:
@@ -141,21 +159,6 @@ def within[T](work: Callable[[], T], seconds: float) -> T:
     return result.result(timeout=seconds)
 
 
-def differs(compiled: jax.stages.Compiled, plain: Results) -> str:
-    """Return in which result a program differs from the original step; empty if in none."""
-    for position, (made, wanted) in enumerate(
-        zip(jits.results_of(compiled), zip(plain.types, plain.shardings, strict=True), strict=True)
-    ):
-        (made_type, made_sharding), (wanted_type, wanted_sharding) = made, wanted
-        if made_type != wanted_type:
-            return f"result {position} is of type {made_type}, and not {wanted_type}"
-        rank = len(wanted_type[0])
-        same = made_sharding.is_equivalent_to(wanted_sharding, rank)
-        if not same or made_sharding.memory_kind != wanted_sharding.memory_kind:
-            return f"result {position} is sharded as {made_sharding}, and not {wanted_sharding}"
-    return ""
-
-
 def fits_as_written(call: jits.Call, options: Options) -> bool:
     """Return whether the original step needs no more memory than `memory=` states.
 
@@ -164,8 +167,7 @@ def fits_as_written(call: jits.Call, options: Options) -> bool:
     cluster = options.cluster or cluster_of(mesh_of(call), options.agree_within_s)
     if options.memory is None or cluster is None:
         return True
-    compiled = call.traced().lower().compile()
-    return peak_bytes(compiled.memory_analysis()) <= most_bytes(options, cluster)
+    return peak_bytes(_original(call).memory_analysis()) <= most_bytes(options, cluster)
 
 
 def room_bytes(flat: Sequence[Any]) -> float:

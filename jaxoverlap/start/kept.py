@@ -18,6 +18,7 @@ from jaxoverlap.start.record import PLAIN, Trials
 from jaxoverlap.step.check_plan import made_for
 from jaxoverlap.step.context import mesh_of
 from jaxoverlap.step.options import Options
+from jaxoverlap.tuning.tune import Tuning
 
 _FORMAT = "jaxoverlap trials"
 
@@ -50,13 +51,14 @@ class KeptDecision(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         return kept
 
 
-def identity(call: jits.Call, options: Options) -> str:
+def identity(call: jits.Call, options: Options, tuning: Tuning | None = None) -> str:
     """Hash what all processes of a run have in common: step, mesh, devices, versions, options."""
     mesh = mesh_of(call)
     origin = made_for(call, mesh, options.cluster)
     devices = [(device.id, device.process_index) for device in mesh.devices.flat]
     given = sorted(dict(call.params["compiler_options_kvs"]).items())
-    depends = (msgspec.json.encode(origin), dict(mesh.shape), devices, repr(options), given)
+    said = repr(options), tuning and tuning.budget_s
+    depends = (msgspec.json.encode(origin), dict(mesh.shape), devices, said, given)
     return hashlib.sha256(repr((depends, source_hash())).encode()).hexdigest()
 
 

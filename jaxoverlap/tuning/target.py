@@ -1,12 +1,8 @@
-"""Lower, estimate and time the candidates of a step to tune."""
+"""Decide on, estimate and lower the candidates of a step to tune."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any
-
-import jax
 
 from jaxoverlap._jax import jits
 from jaxoverlap._util.text import first_line
@@ -24,7 +20,7 @@ from jaxoverlap.search.found import found
 from jaxoverlap.step.context import StepContext
 from jaxoverlap.step.options import Options
 from jaxoverlap.step.pipeline import run_passes
-from jaxoverlap.step.program import StepProgram, as_it_is, lowered_as, request_of, step_program
+from jaxoverlap.step.program import as_it_is, lowered_as, request_of, step_program
 from jaxoverlap.step.trial import Request, refused
 from jaxoverlap.tuning.candidates import RULES
 from jaxoverlap.tuning.lagom.granularity import Site, site_of
@@ -86,32 +82,13 @@ class TuningTarget:
         Raises:
             UserError, RewriteError: if its plan cannot be followed.
         """
-        stage, new = self._lowered(candidate)
         assert self.cost is not None
-        return request_of(stage, new, self.start.mesh, self.cost), new.plan
-
-    def compiled(self, candidate: Candidate) -> tuple[Callable[..., Any], Plan | None]:
-        """Compile a candidate here, to be timed; it takes the arguments of the step's call.
-
-        Raises:
-            UserError, RewriteError: if its plan cannot be followed.
-        """
-        stage, new = self._lowered(candidate)
-        with new.compiling():
-            compiled = stage.compile()
-
-        def run(*args: Any, **kwargs: Any) -> Any:
-            dynamic, named = jits.dynamic_arguments(self.call.jitted, args, kwargs)
-            return compiled(*dynamic, **named)
-
-        return run, new.plan
-
-    def _lowered(self, candidate: Candidate) -> tuple[jax.stages.Lowered, StepProgram]:
         new = as_it_is(self.call, self.start.mesh)
         if candidate.plan is not None:
             options = replace(self.base, plan=candidate.plan, on_error="raise")
             new = step_program(self.call, options, found)
-        return lowered_as(self.call, new), new
+        stage = lowered_as(self.call, new)
+        return request_of(stage, new, self.start.mesh, self.cost), new.plan
 
 
 def every_ring(call: jits.Call, options: Options) -> tuple[tuple[Site, ...], Plan]:

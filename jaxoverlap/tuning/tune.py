@@ -1,17 +1,14 @@
-"""Run a tuning from end to end: cached results, the search, the channels, the clock."""
+"""Run a tuning from end to end: cached results, the search, the channels."""
 
 from __future__ import annotations
 
 import hashlib
-import math
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
-import jax
 import msgspec
 from rich.console import Console
 
@@ -19,15 +16,13 @@ from jaxoverlap._util.expect import expect, expect_flag, expect_seconds
 from jaxoverlap._util.files import kept_folder, opened, sealed, write_atomically
 from jaxoverlap._util.source_hash import source_hash
 from jaxoverlap._util.text import WIDTH
-from jaxoverlap.plan.plan import Measured, Nccl, Plan, Predictions
-from jaxoverlap.plan.trail import Proposed
+from jaxoverlap.plan.plan import Nccl, Plan, Predictions
 from jaxoverlap.search.candidate import Candidate
 from jaxoverlap.search.compiled import Compiler
-from jaxoverlap.search.search import gains, outcome, ranked
+from jaxoverlap.search.search import ranked
 from jaxoverlap.simulation.simulation import simulate
-from jaxoverlap.tuning import clock
-from jaxoverlap.tuning.candidates import PLAIN, RULES, seeds, ways, with_batch_split_of
-from jaxoverlap.tuning.correction import Correction, correction
+from jaxoverlap.tuning.by_clock import Clock, Clocked, corrected, reported, row_of, without_a_model
+from jaxoverlap.tuning.candidates import RULES, with_batch_split_of
 from jaxoverlap.tuning.lagom.channels import CoTuned, co_tune
 from jaxoverlap.tuning.lagom.granularity import GranularityModel, granularity
 from jaxoverlap.tuning.search import TuningSearch
@@ -36,8 +31,6 @@ from jaxoverlap.tuning.target import TuningTarget, every_ring
 
 _FORMAT = "jaxoverlap tuning"
 _TIMEOUT_S = 900.0  # for one candidate
-_TIMED = 3  # candidates that are timed on hardware at first, of those that were simulated
-_MOST_TIMED = 12  # in all; each is compiled here, and takes its memory
 
 
 class Tuning(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -46,7 +39,8 @@ class Tuning(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     Attributes:
         budget_s: seconds after which no other candidate is tried. The step as it is and the one
             that overlap() gives are compiled however long that takes.
-        measure: whether to time candidates on the devices that are here.
+        measure: whether to time candidates on the devices that are here, in trial steps on copies
+            of the arguments. Where the step starts as it is, trial steps of the training do.
         cache: the folder that keeps what was tried; by default one in the user's cache.
         show: whether to show the progress and a table of what was tried, on stderr.
     """
@@ -79,12 +73,13 @@ class _Kept(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     budget_s: float
 
 
-def tuned(target: TuningTarget, tuning: Tuning, out: Path | None = None) -> Plan:
+def tuned(target: TuningTarget, tuning: Tuning, clock: Clock, out: Path | None = None) -> Plan:
     """Find the plan under which a step is fastest.
 
     Args:
         target: the step.
         tuning: the settings.
+        clock: times candidates, if `tuning.measure`.
         out: a file for the best plan so far, for whoever ends the search; None: it is not written.
 
     Raises:
@@ -92,23 +87,47 @@ def tuned(target: TuningTarget, tuning: Tuning, out: Path | None = None) -> Plan
     """
     if target.cost is None and not tuning.measure:
         raise ValueError(
-            f"no cost model of {_where(target)}: name GPUs that "
-            "have one in cluster=, or time the step on the devices that are here: measure=True"
+            f"no cost model of {_where(target)}: name GPUs that have one in cluster=, or time the "
+            "step on the devices that are here: measure=True, or overlap(tune=True, start='plain')"
         )
-    folder = tuning.folder
-    for part in ("plans", "trials"):
-        (folder / part).mkdir(parents=True, exist_ok=True)
-    path = folder / "plans" / f"{_key(target, tuning)}.json"
+    path = _folder(tuning, "plans") / f"{_key(target, tuning)}.json"
     console = Console(stderr=True, quiet=not tuning.show)
     known = _read(path)
     if known is None or not (known.complete or known.budget_s >= tuning.budget_s):
-        plan, complete = _searched(target, tuning, folder / "trials", console, out)
+        plan, complete = _searched(target, tuning, clock, console, out)
         known = _Kept(plan, complete, tuning.budget_s)
         write_atomically(path, sealed(_FORMAT, msgspec.json.encode(known)))
     width = console.width if console.is_terminal else WIDTH
     shown = tried_table(f"tuning for {_where(target)}", known.plan.tried, width=width)
     console.out(shown, highlight=False)
     return known.plan
+
+
+def worth_a_trial(target: TuningTarget, tuning: Tuning) -> list[Candidate]:
+    """Return the candidates of a tuning with a program of their own, for trial steps.
+
+    The fastest by simulation comes first; without a cost model they come as they are tried. A line
+    on stderr says of each that it was simulated, unless `tuning.show` is off.
+    """
+    if target.cost is None:
+        return [one for one in without_a_model(target) if one.plan is not None]
+    # No live display: it would write over what the training prints.
+    console = Console(stderr=True, quiet=not tuning.show, force_terminal=False)
+    search, _ = _simulated(target, tuning, console)
+    # The clock needs no simulation; what XLA does not compile in a child is not compiled here.
+    may = [
+        one
+        for one in search.tried
+        if one.plan is not None and (not one.evaluation.refusal or one.evaluation.peak_bytes)
+    ]
+    return ranked(may, target.memory_bytes)
+
+
+def _folder(tuning: Tuning, part: str) -> Path:
+    """Return a folder of what a tuning keeps, which is there."""
+    folder = tuning.folder / part
+    folder.mkdir(parents=True, exist_ok=True)
+    return folder
 
 
 def _where(target: TuningTarget) -> str:
@@ -132,12 +151,31 @@ def _read(path: Path) -> _Kept | None:
 
 
 def _searched(
-    target: TuningTarget, tuning: Tuning, trials: Path, console: Console, out: Path | None
+    target: TuningTarget, tuning: Tuning, clock: Clock, console: Console, out: Path | None
 ) -> tuple[Plan, bool]:
     """Search for the best plan in the budget; return it, and whether the search was complete."""
+
+    def timed(candidates: Sequence[Candidate]) -> Clocked:
+        with console.status(f"trial steps of {len(candidates)} candidates"):
+            return clock(candidates)
+
     if target.cost is None:
-        candidates = _without_a_model(target)
-        return _report(_Steps(target, console).time(candidates), candidates, None), True
+        candidates = without_a_model(target)
+        return reported(timed(candidates), candidates, None), True
+    search, best = _simulated(target, tuning, console, out)
+    if tuning.measure:
+        return corrected(search.tried, _all_of(search), timed), search.complete
+    assert best.text is not None
+    chosen = co_tune(best.text(), target.cost)
+    plan = _predicted(_plan_of(best, search.tried), chosen, best, search.tried[0])
+    rows = tuple(row_of(one, best) for one in _all_of(search))
+    return msgspec.structs.replace(plan, trail=rows), search.complete
+
+
+def _simulated(
+    target: TuningTarget, tuning: Tuning, console: Console, out: Path | None = None
+) -> tuple[TuningSearch, Candidate]:
+    """Search by simulation; return the search, which has what was tried, and the best candidate."""
     with progress(tuning.budget_s, console=console) as show:
 
         def write(best: Candidate) -> None:
@@ -147,7 +185,7 @@ def _searched(
         search = TuningSearch(
             target.decide,
             target.estimate,
-            Compiler(target.lower, trials, _TIMEOUT_S),
+            Compiler(target.lower, _folder(tuning, "trials"), _TIMEOUT_S),
             target.base,
             target.memory_bytes,
             deadline=time.monotonic() + tuning.budget_s,
@@ -155,14 +193,7 @@ def _searched(
             show=show,
             so_far=write,
         )
-        best = search.run()
-    if tuning.measure:
-        return _corrected(target, search, console), search.complete
-    assert best.text is not None
-    chosen = co_tune(best.text(), target.cost)
-    plan = _predicted(_plan_of(best, search.tried), chosen, best, search.tried[0])
-    rows = tuple(_row(one, best) for one in _all_of(search))
-    return msgspec.structs.replace(plan, trail=rows), search.complete
+        return search, search.run()
 
 
 def _model(target: TuningTarget, rules: Candidate) -> GranularityModel:
@@ -178,19 +209,6 @@ def _all_of(search: TuningSearch) -> list[Candidate]:
     """List the candidates that were compiled, and then those that were only estimated."""
     compiled = {one.stage for one in search.tried}
     return [*search.tried, *(c for c in search.estimated.values() if c.stage not in compiled)]
-
-
-def _row(one: Candidate, best: Candidate) -> Proposed:
-    """Return a plan's record of a candidate."""
-    answer = one.evaluation
-    why_not = "" if one is best else outcome(one, best)
-    if answer.by == "estimate":
-        why_not = "could not be rewritten"
-        if answer.step_s is not None:
-            why_not = f"about {answer.step_s * 1e3:.4g} ms before it is compiled: left at that"
-    times = answer.times and msgspec.structs.replace(answer.times, waited=())
-    answer = msgspec.structs.replace(answer, times=times)
-    return Proposed(stage=one.stage, evaluation=answer, why_not=why_not)
 
 
 # -- by simulation --------------------------------------------------------------------------------
@@ -220,95 +238,3 @@ def _predicted(plan: Plan, chosen: CoTuned, best: Candidate, plain: Candidate) -
         plain_peak_bytes=None if reference.refusal else reference.peak_bytes,
     )
     return msgspec.structs.replace(plan, predictions=predictions, nccl=Nccl(channels=chosen.rows))
-
-
-# -- by the clock ---------------------------------------------------------------------------------
-
-
-def _without_a_model(target: TuningTarget) -> list[Candidate]:
-    """List the candidates to time without a cost model: seeds, and one variant for all rings."""
-    rules = target.decide(RULES, target.base)
-    assert rules.plan is not None
-    others = [*seeds(target.base, rules.plan, target.decide), *ways(target.base, target.decide)]
-    return [Candidate(PLAIN, ()), rules, *(one for one in others if one.plan is not None)]
-
-
-def _corrected(target: TuningTarget, search: TuningSearch, console: Console) -> Plan:
-    """Find the plan that is fastest by the clock, among those the corrected simulation prefers.
-
-    The step as it is, the rules and the fastest few are timed. That corrects the simulation; where
-    it then predicts others to be faster than the best so far, all are timed in turns again.
-    """
-    plain, rules, *others = search.tried
-    fastest = [c for c in ranked(others, math.inf) if c.evaluation.times]
-    chosen, steps = [plain, rules, *fastest[:_TIMED]], _Steps(target, console)
-    while True:
-        timed = steps.time(chosen)
-        known = [(c.evaluation.times, c.seconds) for c in timed if c.evaluation.times]
-        factors = correction(known) if known else None
-        more = [c for c in fastest if c not in chosen] if factors else []
-        if factors:
-            corrected = [_measured(c, factors.step_s(c.evaluation.simulated)) for c in more]
-            best = ranked(timed, math.inf)[0]
-            better = {c.stage for c in corrected if gains(c.seconds, best.seconds, 0)}
-            more = [c for c in ranked(corrected, math.inf) if c.stage in better]
-        if not more or len(chosen) >= _MOST_TIMED:
-            return _report(timed, _all_of(search), factors)
-        names = [c.stage for c in more[: _MOST_TIMED - len(chosen)]]
-        chosen += [c for name in names for c in fastest if c.stage == name]
-
-
-def _measured(candidate: Candidate, seconds: float) -> Candidate:
-    """Return a candidate with seconds by the clock, next to its simulated times."""
-    answer = candidate.evaluation
-    answer = msgspec.structs.replace(answer, step_s=seconds, refusal="", by="measured")
-    return replace(candidate, evaluation=answer)
-
-
-class _Steps:
-    """Candidates that are compiled here, each once."""
-
-    def __init__(self, target: TuningTarget, console: Console):
-        self._target, self._console = target, console
-        self._made: dict[str, tuple[Callable[..., Any], Plan | None]] = {}
-
-    def time(self, candidates: Sequence[Candidate]) -> list[Candidate]:
-        """Time all candidates in turns; return each with its seconds, and its plan as followed."""
-        call = self._target.call
-        with self._console.status(f"timing {len(candidates)} candidates"):
-            for one in candidates:
-                if one.stage not in self._made:
-                    self._made[one.stage] = self._target.compiled(one)
-            made = [self._made[one.stage] for one in candidates]
-            seconds = clock.medians_s([run for run, _ in made], call.args, call.kwargs)
-        timed = zip(candidates, seconds, made, strict=True)
-        return [replace(_measured(one, s), plan=plan) for one, s, (_, plan) in timed]
-
-
-def _report(
-    timed: Sequence[Candidate], tried: Sequence[Candidate], factors: Correction | None
-) -> Plan:
-    """Return the plan of the fastest candidate, with what was measured.
-
-    Args:
-        timed: the timed candidates, the step as it is and the rules first.
-        tried: all candidates to report on.
-        factors: how far the simulation was off, if there was one.
-    """
-    best, (plain, rules) = ranked(timed, math.inf)[0], timed[:2]
-    plan = best.plan
-    if plan is None:
-        assert rules.plan is not None
-        plan = rules.plan.left_alone()
-    devices = jax.devices()
-    measured = Measured(
-        step_s=best.seconds,
-        plain_step_s=plain.seconds,
-        runs=clock.REPEATS,
-        devices=f"{len(devices)} x {devices[0].device_kind}",
-        compute_factor=factors and factors.compute,
-        exposed_factor=factors and factors.exposed,
-    )
-    by_clock = {one.stage: one for one in timed}
-    rows = tuple(_row(by_clock.get(one.stage, one), best) for one in tried)
-    return msgspec.structs.replace(plan, measured=measured, trail=rows)

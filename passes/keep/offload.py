@@ -34,6 +34,10 @@ from jaxoverlap.passes.keep.scans import with_more
 from jaxoverlap.passes.planning.entries import line_of, type_of
 from jaxoverlap.plan.edits import Keep, Offload
 
+_Place = tuple[int, int, int]
+"""The number of a body, of an equation in it, and of a result of that."""
+_SMALL = 1 / 64  # of the largest value's bytes
+
 
 class _Stack(NamedTuple):
     """A stacked result that one later scan reads, step by step, from its last one on.
@@ -94,7 +98,7 @@ def offloads(step: EditedStep, kept: Sequence[Keep]) -> list[Offload]:
     Of those of which one place cannot be offloaded there are none.
     """
     values: Mapping[Any, Any] = step.facts[Keep]
-    found = dict[Any, tuple[int, tuple[int, int, int]]]()  # the first reader, and the place
+    found = dict[Any, tuple[int, _Place]]()
     for body in bodies(opened(step.jaxpr)):
         for position, eqn in enumerate(body.eqns):
             for one in (*_stacks(body, position), *_alone(body, position)):
@@ -102,47 +106,57 @@ def offloads(step: EditedStep, kept: Sequence[Keep]) -> list[Offload]:
                 found[eqn.outvars[one.output]] = reader, (body.index, position, one.output)
     edits = list[Offload]()
     for edit in kept:
-        own = [found.get(values.get(place), (0, None)) for place in edit.places]
-        first = min(reader for reader, _ in own)
-        is_read_first = first > 0 and len(own) > 1
-        places = [place for reader, place in own if not (is_read_first and reader == first)]
-        if places and None not in places:
+        own = [found[value] for place in edit.places if (value := values.get(place)) in found]
+        if len(own) == len(edit.places):
             edits.append(
-                Offload(
-                    source=edit.source,
-                    name=edit.name,
-                    value=edit.value,
-                    places=tuple(place for place in dict.fromkeys(places) if place is not None),
-                )
+                Offload(source=edit.source, name=edit.name, value=edit.value, places=_late(own))
             )
     return edits
 
 
 def saved(jaxpr: Any) -> list[Offload]:
-    """Return edits that offload all stacks of scans for later ones, with unsharded bytes."""
-    found: dict[Any, Offload] = {}
+    """Return edits that offload all that waits for the backward pass, with unsharded bytes.
+
+    It is what scans stack for later ones; and what is no stack, unless it is small.
+    """
+    groups = dict[Any, list[tuple[int, _Place, int]]]()
     for body in bodies(opened(jaxpr)):
         for position, eqn in enumerate(body.eqns):
-            if eqn.primitive.name != "scan":
-                continue
             for one in _stacks(body, position):
                 inside = eqn.params["jaxpr"]
                 value = inside.outvars[one.output]
                 maker = DefUse(inside.eqns, ()).maker(value)
                 source = line_of(eqn if maker is None else maker, (*body.around, eqn))
-                key = source, compat.type_text(value)
-                before = found.get(key)
-                found[key] = Offload(
-                    source=source,
-                    value=type_of(value),
-                    places=(
-                        *(before.places if before else ()),
-                        (body.index, position, one.output),
-                    ),
-                    bytes_offloaded=(before.bytes_offloaded if before else 0)
-                    + eqn.outvars[one.output].aval.size * value.aval.dtype.itemsize,
-                )
-    return list(found.values())
+                own = -1, (body.index, position, one.output), _bytes(eqn.outvars[one.output])
+                groups.setdefault((source, type_of(value)), []).append(own)
+            for one in _alone(body, position):
+                value = eqn.outvars[one.output]
+                own = min(one.readers), (body.index, position, one.output), _bytes(value)
+                source = line_of(eqn, body.around)
+                groups.setdefault((source, type_of(value)), []).append(own)
+    largest = max((size for some in groups.values() for *_, size in some), default=0)
+    edits = list[Offload]()
+    for (source, value), some in groups.items():
+        places = _late([(reader, place) for reader, place, _ in some])
+        size = sum(size for _, place, size in some if place in places)
+        if some[0][0] < 0 or some[0][2] >= _SMALL * largest:
+            edits.append(Offload(source=source, value=value, places=places, bytes_offloaded=size))
+    return edits
+
+
+def _late(values: Sequence[tuple[int, _Place]]) -> tuple[_Place, ...]:
+    """Say where values are, but for the one that is read first where no scan stacks them.
+
+    Args:
+        values: the first reader of each, -1 of a stack; and its place.
+    """
+    first = min(reader for reader, _ in values)
+    may = [place for reader, place in values if reader != first or first < 0]
+    return tuple(dict.fromkeys(may or [place for _, place in values]))
+
+
+def _bytes(var: Any) -> int:
+    return var.aval.size * var.aval.dtype.itemsize
 
 
 def _named(body: Body, edit: Offload, position: int, output: int) -> _Stack | _Alone:

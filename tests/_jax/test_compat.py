@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import warnings
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -13,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
+from jax.experimental import io_callback
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -381,6 +383,35 @@ def test_a_compiled_step_can_be_called_with_flat_arguments(callback: bool):
     types = [kind for kind, _ in jits.results_of(compiled)]
     assert types == [jits.type_of(x) for x in results]
     assert bool(seen) == callback
+
+
+@pytest.mark.parametrize("ordered", [False, True])
+def test_which_arguments_a_program_takes_is_known(ordered: bool):
+    """Unused arguments have no parameter, and an ordered callback has one, before all others.
+
+    The first that is donated fits no result: it stays. So does, on CPUs, one that NumPy reads.
+    """
+
+    @functools.partial(jax.jit, donate_argnums=(1, 2, 3, 4))
+    def step(key: Any, unused: Any, odd: Any, w: Any, count: Any) -> Any:
+        if ordered:
+            io_callback(lambda x: None, None, count, ordered=True)
+        return w * odd.sum(), count + key.sum().astype(count.dtype)
+
+    def arguments() -> tuple[Any, ...]:
+        return jnp.zeros(2), jnp.ones(3), jnp.ones(7), jnp.ones(5), jnp.int32(3)
+
+    args = arguments()
+    compiled = step.lower(*args).compile()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # JAX's own: an argument cannot be donated
+        step(*args)
+        assert [n for n, x in enumerate(args) if x.is_deleted()] == [3, 4]
+        assert jits.donated(compiled) == {3, 4}
+        read = arguments()
+        view = np.asarray(read[4])
+        step(*read)
+    assert not read[4].is_deleted() and view == 3
 
 
 def test_a_call_without_arrays_is_the_same_call():

@@ -76,7 +76,7 @@ def test_its_plan_is_followed_and_its_compiled_step_simulated(build, tmp_path):
 
 def test_it_is_tuned_by_the_clock(build, tmp_path, monkeypatch):
     for others in ("seeds", "ways"):  # two candidates are enough to see what they are called with
-        monkeypatch.setattr(f"jaxoverlap.tuning.tune.{others}", lambda *_: [])
+        monkeypatch.setattr(f"jaxoverlap.tuning.by_clock.{others}", lambda *_: [])
     step, args = build(MESH)
     before = leaves(args)
     plan = jaxoverlap.tune(step, args, measure=True, cache=tmp_path, show=False)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -32,16 +33,19 @@ MOST_S = 100  # that a search and compilations may take on a busy machine
 
 
 def make_mesh(axes: Mapping[str, int] = dict(AXES)) -> jax.sharding.Mesh:
-    return jax.make_mesh(tuple(axes.values()), tuple(axes), (AxisType.Auto,) * len(axes))
+    """Return a mesh over the first devices; of several hosts too, where `jax.make_mesh` refuses."""
+    devices = np.array(jax.devices()[: math.prod(axes.values())]).reshape(*axes.values())
+    return jax.sharding.Mesh(devices, tuple(axes), axis_types=(AxisType.Auto,) * len(axes))
 
 
 def make_step(mesh: jax.sharding.Mesh, rate: float = 0.1) -> Any:
-    """Return a step of SGD with momentum, tensor and sequence parallel; it donates its state."""
-    columns, rows = NamedSharding(mesh, P(None, "model")), NamedSharding(mesh, P("model"))
+    """Return a step of SGD with momentum; data, tensor and sequence parallel; donates its state."""
+    inner = NamedSharding(mesh, P("data", "model"))
+    stream = NamedSharding(mesh, P(("data", "model")))
 
     def loss(w, x):
-        h = lax.with_sharding_constraint(x @ w["up"], columns)
-        y = lax.with_sharding_constraint(jnp.tanh(h) @ w["down"], rows)
+        h = lax.with_sharding_constraint(x @ w["up"], inner)
+        y = lax.with_sharding_constraint(jnp.tanh(h) @ w["down"], stream)
         return jnp.mean((y - jnp.sin(x)) ** 2)
 
     @functools.partial(jax.jit, donate_argnums=0)
@@ -69,7 +73,7 @@ def arguments(mesh: jax.sharding.Mesh, seed: int = 0) -> tuple[Any, jax.Array]:
     scalar = NamedSharding(mesh, P())
     count = jax.make_array_from_callback((), scalar, lambda _: np.zeros((), "i"))
     state = {"w": weights(), "momentum": weights(), "count": count}
-    return state, placed((BATCH, HIDDEN), rows)
+    return state, placed((BATCH, HIDDEN), NamedSharding(mesh, P(("data", "model"))))
 
 
 @functools.cache

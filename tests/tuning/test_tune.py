@@ -7,23 +7,30 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import msgspec
 import numpy as np
 import pytest
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jaxoverlap
+from jaxoverlap._jax import jits
 from jaxoverlap.plan.evaluation import Evaluation, Times
 from jaxoverlap.plan.plan import Skip
 from jaxoverlap.search.candidate import Candidate
+from jaxoverlap.start import candidates, contender
+from jaxoverlap.start.contender import Contender
+from jaxoverlap.start.copies import TrialsOnCopies
 from jaxoverlap.step import program
-from jaxoverlap.tuning import clock
+from jaxoverlap.step.options import Options
+from jaxoverlap.tuning import by_clock
 from jaxoverlap.tuning import tune as tune_module
 from tests.support.megatron import POD, megatron
 from tests.support.pods import pytestmark as pods
@@ -133,20 +140,28 @@ def test_by_the_clock_on_devices_without_a_cost_model(tmp_path):
     np.testing.assert_allclose(got, wanted, rtol=1e-4, atol=1e-5)
 
 
+def run_for(monkeypatch: pytest.MonkeyPatch, seconds: Callable[[int], float]) -> None:
+    """Have each trial step take the seconds of its program's number; the original step's is 0."""
+
+    def taken(self: TrialsOnCopies, one: Contender) -> float:
+        return seconds([*self._made.values()].index(one))
+
+    monkeypatch.setattr(TrialsOnCopies, "_seconds", taken)
+
+
 @pytest.mark.parametrize("fastest", range(3))
 def test_the_fastest_by_the_clock_is_taken(tmp_path, monkeypatch, fastest: int):
     """The clock decides between the step as it is, by the rules, and with no rings."""
-    monkeypatch.setattr(
-        clock, "medians_s", lambda steps, *_: [1.0 + (i != fastest) for i in range(len(steps))]
-    )
+    run_for(monkeypatch, lambda number: 1.0 + (number != fastest))
     step, args, wanted = on_cpus()
     plan = jaxoverlap.tune(step, args, measure=True, show=False, cache=tmp_path)
     assert plan.plain == (fastest == 0) and bool(plan.decisions) == (fastest == 1)
+    assert plan.measured and (plan.measured.step_s, plan.measured.runs) == (1.0, 3)
     got, _ = jaxoverlap.overlap(step, plan=plan)(*args)
     np.testing.assert_allclose(got, wanted, rtol=1e-4, atol=1e-5)
 
 
-def corrected(monkeypatch, simulated: dict[str, tuple[float, float]], clock_s: dict[str, float]):
+def corrected(simulated: dict[str, tuple[float, float]], clock_s: dict[str, float]):
     """Tune over candidates of such simulated and timed seconds; return the plan and the turns."""
     plans = {name: jaxoverlap.Plan(step=name, mesh={}, entries=()) for name in simulated}
     turns: list[list[str]] = []
@@ -159,13 +174,13 @@ def corrected(monkeypatch, simulated: dict[str, tuple[float, float]], clock_s: d
             name, plans[name], evaluation=Evaluation(step_s=step_s, by="compiled", times=times)
         )
 
-    def time_them(_, candidates):
+    def clock(candidates: Sequence[Candidate]) -> by_clock.Clocked:
         turns.append([c.stage for c in candidates])
-        return [tune_module._measured(c, clock_s[c.stage]) for c in candidates]
+        timed = [by_clock.measured(c, clock_s[c.stage]) for c in candidates]
+        return by_clock.Clocked(timed, min(timed, key=lambda c: c.seconds), 5)
 
-    monkeypatch.setattr(tune_module._Steps, "time", time_them)
-    search: Any = SimpleNamespace(tried=[tried(name) for name in simulated], estimated={})
-    return tune_module._corrected(None, search, None), turns  # type: ignore[arg-type]
+    rows = [tried(name) for name in simulated]
+    return by_clock.corrected(rows, rows, clock), turns
 
 
 SIMULATED = {
@@ -174,10 +189,10 @@ SIMULATED = {
 }
 
 
-def test_the_clock_wins_over_the_simulation(monkeypatch):
+def test_the_clock_wins_over_the_simulation():
     """Five candidates are timed: as it is, by the rules, and the three fastest by simulation."""
     measured = {"plain": 10.0, "rules": 7.0, "a": 10.0, "b": 6.0, "c": 11.6}
-    plan, (turn,) = corrected(monkeypatch, SIMULATED, measured)
+    plan, (turn,) = corrected(SIMULATED, measured)
     assert turn == ["plain", "rules", "a", "b", "c"]
     assert plan.step == "b" and [row.stage for row in plan.tried if row.taken] == ["b"]
     answers = [row.evaluation for row in plan.tried]
@@ -186,10 +201,10 @@ def test_the_clock_wins_over_the_simulation(monkeypatch):
     assert "computing" in str(plan) and "as long as simulated" in str(plan)
 
 
-def test_the_corrected_simulation_says_what_to_time_next(monkeypatch):
+def test_the_corrected_simulation_says_what_to_time_next():
     """Waiting takes five times as long here: d, which never waits, was behind and is in front."""
     measured = {n: (step_s - e) + 5 * e for n, (step_s, e) in SIMULATED.items()}
-    plan, turns = corrected(monkeypatch, SIMULATED, measured)
+    plan, turns = corrected(SIMULATED, measured)
     assert turns == [["plain", "rules", "a", "b", "c"], ["plain", "rules", "a", "b", "c", "d", "e"]]
     assert plan.step == "d" and plan.measured
     assert plan.measured.compute_factor == pytest.approx(1)
@@ -197,7 +212,7 @@ def test_the_corrected_simulation_says_what_to_time_next(monkeypatch):
 
 
 def test_a_plan_to_leave_the_step_as_it_is(tmp_path, monkeypatch):
-    monkeypatch.setattr(clock, "medians_s", lambda steps, *_: [1.0 + i for i in range(len(steps))])
+    run_for(monkeypatch, lambda number: 1.0 + number)
     step, args, _ = on_cpus()
     plan = jaxoverlap.tune(step, args, measure=True, show=False, cache=tmp_path)
     plan.write(tmp_path / "plan.json")
@@ -208,15 +223,97 @@ def test_a_plan_to_leave_the_step_as_it_is(tmp_path, monkeypatch):
     assert again.lower(*args).as_text() == step.lower(*args).as_text()
 
 
-def test_turns_are_taken_and_arguments_are_fresh():
+def test_what_fails_is_dropped_with_its_reason(tmp_path, monkeypatch):
+    """All but the original step fail: it is taken, and nothing was measured."""
+
+    def compiled(call: Any, program: Any) -> Any:
+        raise jax.errors.JaxRuntimeError("no memory for it")
+
+    monkeypatch.setattr(contender, "_compiled", compiled)
+    step, args, _ = on_cpus()
+    plan = jaxoverlap.tune(step, args, measure=True, show=False, cache=tmp_path)
+    assert plan.plain and plan.measured is None
+    assert all("no memory for it" in row.why_not for row in plan.tried if not row.taken)
+
+
+def test_trial_steps_take_turns_on_copies():
+    """The arguments stay, though the step donates one; a shape is an array of ones."""
     seen: list[str] = []
+    step, (x, w), _ = on_cpus()
 
-    def run(name: str):
-        return lambda x, *, y: seen.append(name) or (x.delete() if name == "a" else None)
+    def noted(name: str, call: jits.Call) -> Contender:
+        run = contender.original(call).run
+        assert run is not None
 
-    args, kwargs = (jnp.ones(3),), {"y": jax.ShapeDtypeStruct((2,), np.float32)}
-    taken = clock.medians_s([run("a"), run("b")], args, kwargs, repeats=3)
-    assert seen == ["a", "b"] * 4 and len(taken) == 2 and min(taken) >= 0
+        def noting(flat: Sequence[Any]) -> list[Any]:
+            seen.append(name)
+            time.sleep(0.02 * (name == "slow"))
+            return run(flat)
+
+        return Contender(noting)
+
+    for given in (x, jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding)):
+        call = jits.infer(step, (given, w), {})
+        trials, names = TrialsOnCopies(call, Options()), ("plain", "fast", "slow")
+        trials._made |= {name: noted(name, call) for name in names}
+        timed = trials([Candidate(name, ()) for name in names])
+        assert timed.fastest.stage != "slow" and timed.runs >= 3
+        assert seen[:6] == ["plain", "fast", "slow", "slow", "fast", "plain"]
+        assert not x.is_deleted()
+        seen.clear()
+
+
+# -- while the step trains ------------------------------------------------------------------------
+
+
+def test_a_step_that_starts_as_it_is_has_trial_steps_of_a_tunings_programs(tmp_path):
+    """Without a cost model too: those that `tune` would time. The next run decides nothing."""
+    step, (x, w), wanted = on_cpus()
+    tuning = jaxoverlap.Tuning(show=False, cache=str(tmp_path))
+
+    def trained() -> jaxoverlap.Trials:
+        trains = jaxoverlap.overlap(
+            step, start="plain", tune=tuning, cache=tmp_path, on_trials=lambda _: None
+        )
+        end, since = time.monotonic() + 100, None
+        while since is None:
+            got, _ = trains(jnp.copy(x), w)
+            np.testing.assert_allclose(got, wanted, rtol=1e-4, atol=1e-5)
+            since = trains.trials[0].since
+            assert time.monotonic() < end
+        return trains.trials[0]
+
+    trials = trained()
+    names = [one.name for one in trials.candidates]
+    assert names[:2] == ["plain", "rules"] and 3 <= len(names) <= 9 and trials.trial_steps > 0
+    assert not any(one.dropped for one in trials.candidates)
+    again = trained()
+    assert again.cached and again.taken == trials.taken
+
+
+def test_the_fastest_by_a_tunings_simulation_have_trial_steps(monkeypatch):
+    """Eight at most, each program once, and none that XLA does not compile in a child."""
+    step, args, _ = on_cpus()
+    call = jits.infer(step, args, {})
+    plan = jaxoverlap.overlap(step, granularity="one_way").explain(*args)
+
+    def tried(name: str, number: int, **answer: Any) -> Candidate:
+        own = msgspec.structs.replace(plan, xla_options={"xla_number": str(number)})
+        evaluation = Evaluation(step_s=1.0 + number, by="compiled", **{"peak_bytes": 1} | answer)
+        return Candidate.planned(name, own, evaluation=evaluation)
+
+    rows = [
+        Candidate("plain", (), Evaluation(step_s=0.5, by="compiled")),
+        tried("aborts", 0, peak_bytes=0, refusal="XLA aborts"),
+        *(tried(f"number {n}", n) for n in range(11, 0, -1)),
+        tried("number 2 again", 2),
+    ]
+    search = SimpleNamespace(tried=rows)
+    monkeypatch.setattr(tune_module, "_simulated", lambda *_: (search, rows[0]))
+    monkeypatch.setattr(candidates.TuningTarget, "cost", SimpleNamespace())
+    found = candidates.tuned_offers_of(call, Options(), jaxoverlap.Tuning())
+    assert [one.name for one in found.offers] == [f"number {n}" for n in range(1, 9)]
+    assert [one.simulated_s for one in found.offers] == [1.0 + n for n in range(1, 9)]
 
 
 # -- what it refuses ------------------------------------------------------------------------------
