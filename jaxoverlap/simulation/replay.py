@@ -10,12 +10,12 @@ run (Lagom's contention; a replay in time instead of its closed form).
 
 Loops run iteration by iteration until one begins as it ended, with the same left in flight; all
 that follow are its repeats, and are counted, not run. Approximations: of a conditional the slowest
-branch runs; a while without a known trip count runs once, and is named; a collective that crosses
-NVLink domains takes the network only; collectives on two lanes do not slow each other, nor do the
-GPUs of a host that copy to and from its memory, each over a link of its own; such copies wait for
-nothing on their streams; nothing but waiting slows the device's own launch of kernels; where
-devices share cores, what an iteration computed before its first collective is taken from the first
-iteration.
+branch runs, as often as its name says (`branch_shares.py`), or always; a while without a known trip
+count runs once, and is named; a collective that crosses NVLink domains takes the network only;
+collectives on two lanes do not slow each other, nor do the GPUs of a host that copy to and from its
+memory, each over a link of its own; such copies wait for nothing on their streams; nothing but
+waiting slows the device's own launch of kernels; where devices share cores, what an iteration
+computed before its first collective is taken from the first iteration.
 """
 
 from __future__ import annotations
