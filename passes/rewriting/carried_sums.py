@@ -29,6 +29,7 @@ from jax.sharding import Mesh
 
 from jaxoverlap._jax import compat
 from jaxoverlap.passes.analysis.dims import DimNames, Name
+from jaxoverlap.passes.analysis.errors import UserError
 from jaxoverlap.passes.analysis.jaxprs import dots
 from jaxoverlap.passes.analysis.partitioned import Shardings
 from jaxoverlap.passes.edited import EditedStep, check_named, misfit
@@ -81,9 +82,12 @@ def propose(step: Evaluated) -> Iterator[Proposal]:
     found = list(boundaries.boundaries_of(step.step))
     yield from (Proposal(why_not=why) for why in found if isinstance(why, str))
     rarely = tuple(edit for edit in found if not isinstance(edit, str))
-    edited = boundaries.run(step.step, rarely)
     if rarely:
         yield Proposal(rarely)
+    try:
+        edited = boundaries.run(step.step, rarely)
+    except UserError:  # as the proposal says
+        rarely, edited = (), step.step
     carried = [*_carried(edited, _known(step, edited))]
     free = [msgspec.structs.replace(edit, axes=axes) for edit, axes in carried if axes]
     if free:

@@ -196,6 +196,8 @@ def test_an_update_that_needs_an_earlier_one_of_the_same_boundary_stays():
     (edit,) = boundaries_of(edited)
     with pytest.raises(UserError, match="needs what the boundary decides on"):
         apply(edited, [edit])
+    proposals = [*carried_sums.propose(evaluated_of(edited, shardings={}))]
+    assert [one.edits for one in proposals] == [(edit,)], "the search says why it is refused"
 
 
 @pytest.mark.nightly
