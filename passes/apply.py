@@ -3,9 +3,9 @@
     step --[DropTypes]--> --[Recompute]--> --[Keep]--> --[Offload]--> --[SortPerShard]-->
          --[StackMatrices]--> --[PinArgument, PinValue]-->
          --[GatherTable, Pin, PinResults]--> --[InterleaveColumns]--> --[MoveFirst]-->
-         --[SumCarried]--> --[SplitBatch, Pin]--> --[ScatterLookup]--> --[MakeRing, ReadGathered]-->
-         --[GatherAhead]--> --[TransformPerShard]--> --[SumLate]--> --[SplitExchange]-->
-         --[ShareViews]-->
+         --[UpdateAtBoundary]--> --[SumCarried]--> --[SplitBatch, Pin]--> --[ScatterLookup]-->
+         --[MakeRing, ReadGathered]--> --[GatherAhead]--> --[TransformPerShard]--> --[SumLate]-->
+         --[SplitExchange]--> --[ShareViews]-->
 
 Edits that follow each other and are of one pass are applied together (`registry.PASSES`). Matmuls
 count as the edits before have left them. Nothing is asked of XLA: an edit carries the shardings

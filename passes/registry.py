@@ -12,6 +12,7 @@ from jaxoverlap.passes.halves import halve, split_exchange
 from jaxoverlap.passes.keep import keep, offload, recompute
 from jaxoverlap.passes.layouts import columns, matrices, moved_first, pins, sorts, tied, values
 from jaxoverlap.passes.rewriting import (
+    boundaries,
     carried_sums,
     drop_types,
     embedding_gradients,
@@ -46,6 +47,7 @@ from jaxoverlap.plan.edits import (
     SumCarried,
     SumLate,
     TransformPerShard,
+    UpdateAtBoundary,
 )
 from jaxoverlap.plan.limits import GAIN, LATE_SUMS_GAIN
 
@@ -84,6 +86,7 @@ PASSES = (
     RegisteredPass("results pinned", (PinResults,), pin_results.run),
     RegisteredPass("columns interleaved", (InterleaveColumns,), columns.run),
     RegisteredPass("dims first", (MoveFirst,), moved_first.run, moved_first.propose),
+    RegisteredPass("updates at boundaries", (UpdateAtBoundary,), boundaries.run),
     RegisteredPass("carried sums", (SumCarried,), carried_sums.run, carried_sums.propose),
     RegisteredPass("batch split", (SplitBatch,), halve.run),
     RegisteredPass("lookups scattered", (ScatterLookup,), embedding_gradients.run),

@@ -431,6 +431,12 @@ def with_tag(eqn: JaxprEqn, **metadata: str) -> JaxprEqn:
         return eqn.replace(ctx=core.JaxprEqnContext())
 
 
+def in_scope(eqn: JaxprEqn, scope: str) -> JaxprEqn:
+    """An equation with one more name on its stack."""
+    stack = eqn.source_info.name_stack.extend(scope)
+    return eqn.replace(source_info=eqn.source_info.replace(name_stack=stack))
+
+
 def in_no_context(eqn: JaxprEqn) -> JaxprEqn:
     """`eqn` as it would be outside `explicit_axes`, `compute_on` and the like around it."""
     with use_abstract_mesh(empty_abstract_mesh):  # the caller may be in jax.set_mesh

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Hashable, Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -121,6 +122,7 @@ def mesh_of_types(avals: Sequence[Any]) -> Iterator[None]:
         yield
 
 
+_PACKAGE = str(Path(__file__).parents[1])
 _TRACES: Cache[Jaxpr] = Cache()
 _MAX_TRACES = 512
 
@@ -145,17 +147,37 @@ def _located(inner: JaxprEqn, eqn: JaxprEqn, above: Any) -> JaxprEqn:
     """`inner` with `eqn`'s source line, and its name stack below another."""
     stack = above + inner.source_info.name_stack
     info = eqn.source_info.replace(name_stack=stack)
-    params = {k: _relined(v, eqn) if is_jaxpr(v) else v for k, v in inner.params.items()}
-    return inner.replace(source_info=info, params=params)
+    return inner.replace(source_info=info, params=_params_relined(inner, eqn))
 
 
-def _relined(jaxpr: Any, eqn: JaxprEqn) -> Any:
-    """A nested jaxpr whose equations all carry `eqn`'s source line; name stacks are relative."""
+def _params_relined(inner: JaxprEqn, eqn: JaxprEqn) -> dict[str, Any]:
+    """Parameters with relined jaxprs; of branches, which hold a user's equations, only our own."""
+
+    def relined(value: Any) -> Any:
+        if is_jaxpr(value):
+            return _relined(value, eqn)
+        if isinstance(value, tuple) and value and all(map(is_jaxpr, value)):
+            return tuple(_relined(v, eqn, of_user=False) for v in value)
+        return value
+
+    return {name: relined(value) for name, value in inner.params.items()}
+
+
+def _relined(jaxpr: Any, eqn: JaxprEqn, *, of_user: bool = True) -> Any:
+    """A nested jaxpr whose equations carry `eqn`'s source line; name stacks are relative."""
     eqns = [
         e.replace(
             source_info=e.source_info.replace(traceback=eqn.source_info.traceback),
-            params={k: _relined(v, eqn) if is_jaxpr(v) else v for k, v in e.params.items()},
+            params=_params_relined(e, eqn),
         )
+        if of_user or _is_ours(e)
+        else e
         for e in jaxpr.eqns
     ]
     return jaxpr.replace(eqns=eqns)
+
+
+def _is_ours(eqn: JaxprEqn) -> bool:
+    """Return whether an equation was traced in this package's own code."""
+    frame = source_info_util.user_frame(eqn.source_info.traceback)
+    return frame is None or frame.file_name.startswith(_PACKAGE)

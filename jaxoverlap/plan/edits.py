@@ -521,19 +521,52 @@ class SumCarried(_Edit, frozen=True, kw_only=True):
         return f"add up carry {self.carry} of the scan at {self.source} over {axes} behind it"
 
 
-class TransformPerShard(_Edit, frozen=True, kw_only=True):
-    """Each device computes a Fourier transform of its own shard.
+class UpdateAtBoundary(_Edit, frozen=True, kw_only=True):
+    """What a scan uses in few of its iterations is computed in these alone.
 
     Attributes:
-        body: the number of the body that has it, outer ones first.
-        position: the index of its equation there.
+        scan: which of the step's scans it is, inner ones before those around them.
         source: its source line.
+        runs: in how many of its iterations the scan uses it, if numbers that the step is given
+            count from 0.
+        iterations: the iterations of the scan.
+        at_end: whether the last iteration is one of these.
+    """
+
+    scan: int
+    source: str
+    runs: int
+    iterations: int
+    at_end: bool
+
+    @property
+    def why(self) -> str:
+        """Say what the step does as it is written."""
+        return (
+            f"the loop at {self.source} computes in all of its {self.iterations} iterations what "
+            f"it uses in {self.runs}"
+        )
+
+    def __str__(self) -> str:
+        return (
+            f"compute what the scan at {self.source} uses in {self.runs} of {self.iterations} "
+            "iterations in these alone"
+        )
+
+
+class TransformPerShard(_Edit, frozen=True, kw_only=True):
+    """Each device computes the Fourier transforms of a source line of its own shard.
+
+    Pins, rings and batch splits may come before it or not: they move equations, not lines.
+
+    Attributes:
+        source: the source line.
+        lengths: what is transformed: the last dims, with these lengths.
         spec: the mesh axes on each dim of its operand and result.
     """
 
-    body: int
-    position: int
     source: str
+    lengths: tuple[int, ...]
     spec: Spec
 
     def __str__(self) -> str:
@@ -564,9 +597,9 @@ class ShareViews(_Edit, frozen=True, kw_only=True):
 
 Edit = (
     DropTypes | Recompute | Keep | Offload | SortPerShard | StackMatrices | PinArgument | PinValue
-    | GatherTable | Pin | PinResults | InterleaveColumns | MoveFirst | SumCarried | SplitBatch
-    | ScatterLookup | ReadGathered | MakeRing | GatherAhead | TransformPerShard | SumLate
-    | SplitExchange | ShareViews
+    | GatherTable | Pin | PinResults | InterleaveColumns | MoveFirst | UpdateAtBoundary | SumCarried
+    | SplitBatch | ScatterLookup | ReadGathered | MakeRing | GatherAhead | TransformPerShard
+    | SumLate | SplitExchange | ShareViews
 )  # fmt: skip
 
 
@@ -582,6 +615,7 @@ ORDER: tuple[tuple[type[_Edit], ...], ...] = (
     (GatherTable, Pin, PinResults),
     (InterleaveColumns,),
     (MoveFirst,),
+    (UpdateAtBoundary,),
     (SumCarried,),
     (SplitBatch,),
     (Pin,),
@@ -593,10 +627,13 @@ ORDER: tuple[tuple[type[_Edit], ...], ...] = (
     (SplitExchange,),
     (ShareViews,),
 )
-_AFTER_SPLIT = 12
+_AFTER_SPLIT = 13
 LAYOUTS = tuple(kind for kinds in ORDER[: _AFTER_SPLIT - 1] for kind in kinds)
 """The kinds of edits that come before a batch split and before rings."""
-REPAIRS = (SortPerShard, StackMatrices, PinArgument, PinValue, InterleaveColumns, SumCarried)
+REPAIRS = (
+    *(SortPerShard, StackMatrices, PinArgument, PinValue, InterleaveColumns),
+    *(UpdateAtBoundary, SumCarried),
+)
 """The kinds of edits that repair what a user wrote so that shardings cost much."""
 # Plans number matmuls as they are before these.
 AFTER_NUMBERING = tuple(kind for kinds in ORDER[_AFTER_SPLIT + 1 :] for kind in kinds)

@@ -8,7 +8,7 @@ from typing import Any
 
 from jaxoverlap.passes.evaluated import Evaluated, Proposal
 from jaxoverlap.plan.decisions import Variant
-from jaxoverlap.plan.edits import LAYOUTS, Edit
+from jaxoverlap.plan.edits import LAYOUTS, Edit, TransformPerShard
 from jaxoverlap.plan.evaluation import Evaluation
 from jaxoverlap.plan.plan import Plan
 
@@ -64,7 +64,7 @@ class Candidate:
     @property
     def only_lays_out(self) -> bool:
         """Whether its batch is not split, and it has no rings or the like."""
-        return all(isinstance(edit, LAYOUTS) for edit in self.edits)
+        return all(isinstance(edit, (*LAYOUTS, TransformPerShard)) for edit in self.edits)
 
     def proposes(self, kind: type) -> bool:
         """Return whether it was proposed for edits of a kind."""

@@ -23,7 +23,14 @@ from jaxoverlap.passes.layouts.memory import estimated_peak_bytes
 from jaxoverlap.passes.planning.terms import Terms
 from jaxoverlap.passes.registry import PASS_OF
 from jaxoverlap.passes.rewriting.pin_results import pinned_results
-from jaxoverlap.plan.edits import LAYOUTS, Edit, ShareViews, SplitBatch, in_order
+from jaxoverlap.plan.edits import (
+    LAYOUTS,
+    Edit,
+    ShareViews,
+    SplitBatch,
+    TransformPerShard,
+    in_order,
+)
 from jaxoverlap.plan.evaluation import Evaluation
 from jaxoverlap.search.candidate import Candidate
 from jaxoverlap.search.search import Stage
@@ -144,7 +151,7 @@ class Evaluator:
 
 
 def _only_layouts(edited: EditedStep) -> bool:
-    return all(isinstance(edit, LAYOUTS) for edit in edited.edits)
+    return all(isinstance(edit, (*LAYOUTS, TransformPerShard)) for edit in edited.edits)
 
 
 def _applied(original: EditedStep, before: EditedStep, edits: Sequence[Edit]) -> EditedStep:

@@ -230,6 +230,15 @@ def _terms(step: StepContext, options: Options) -> Terms:
     )
 
 
+def _by_transforms(line: Sequence[Candidate]) -> float:
+    """Return the seconds that Fourier transforms per shard save, in a line of candidates."""
+    return sum(
+        one.parent.seconds - one.seconds
+        for one in line
+        if one.parent is not None and one.proposes(TransformPerShard)
+    )
+
+
 def _priced(
     step: StepContext,
     taken: Candidate,
@@ -266,19 +275,16 @@ def _priced(
     took = (one_stream(one.plain).step_s for one in every)
     for (tool, _), (slow_s, fast_s) in zip(step.earlier, itertools.pairwise(took), strict=True):
         saved_s[tool] = slow_s - fast_s
+    early_s, late_s = map(_by_transforms, (laid_out(taken).line, taken.line))
+    late_s -= early_s
     if layouts and layouts.changes:
-        saved_s["layouts"] = free.step_s - laid_s
-    transforms = [one for one in taken.line if one.proposes(TransformPerShard)]
-    for one in transforms:
-        assert one.parent is not None
-        saved_s["transforms"] = one.parent.seconds - one.seconds
-    if taken not in (
-        laid_out(taken),
-        *(one for one in transforms if one.parent is laid_out(taken)),
-    ):
+        saved_s["layouts"] = free.step_s - laid_s - early_s
+    if early_s or late_s:
+        saved_s["transforms"] = early_s + late_s
+    if taken is not laid_out(taken):
         rings = any(isinstance(e, Decision) and e.num_chunks > 1 for e in entries)
         tool = "halves" if taken.has(SplitBatch) else "rings" if rings else "gathers"
-        saved_s[tool] = laid_s - one_s - saved_s.get("transforms", 0.0)
+        saved_s[tool] = laid_s - one_s - late_s
     if two_streams:
         saved_s["streams"] = one_s - taken.seconds
     price = Price(

@@ -29,6 +29,7 @@ from jaxoverlap.plan.edits import (
     PinValue,
     SplitBatch,
     SumCarried,
+    UpdateAtBoundary,
 )
 from jaxoverlap.plan.limits import MUCH_MEMORY
 from jaxoverlap.plan.speedup import milliseconds
@@ -40,7 +41,7 @@ from jaxoverlap.search.stages import LAYOUT_STAGES, SPLIT
 from jaxoverlap.simulation import hlo
 from jaxoverlap.step.context import StepContext
 
-_AFTER_PINS = (GatherTable, MoveFirst, SumCarried)
+_AFTER_PINS = (GatherTable, MoveFirst, UpdateAtBoundary, SumCarried)
 _PER_SEQUENCE = (  # no rule can find this out
     "  If the shard_map computes each sequence alone, jaxoverlap.per_sequence(fn) says so, and "
     "it is split too."
@@ -112,8 +113,11 @@ def _lost(best: Candidate) -> Iterator[str]:
     edits = best.known.step.edits
     if any(isinstance(edit, PinArgument | PinValue) for edit in edits):
         yield from best.known.notes[PinValue].reasons
-    why = (edit.why for edit in edits if isinstance(edit, InterleaveColumns | SumCarried))
-    yield from dict.fromkeys(why)
+    yield from dict.fromkeys(
+        edit.why
+        for edit in edits
+        if isinstance(edit, InterleaveColumns | UpdateAtBoundary | SumCarried)
+    )
 
 
 def _pinned(jaxpr: Any, pins: Pins, gain_s: Any) -> list[PinnedResult]:

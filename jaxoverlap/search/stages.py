@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from jaxoverlap.passes.analysis.jaxprs import bodies
 from jaxoverlap.passes.evaluated import Evaluated, Proposal
 from jaxoverlap.passes.halves.propose import propose_parts, propose_unrolled
-from jaxoverlap.passes.layouts import columns
+from jaxoverlap.passes.layouts import columns, loop_weights
 from jaxoverlap.passes.layouts.propose import (
     propose_fewer,
     propose_lookups,
@@ -19,6 +19,7 @@ from jaxoverlap.passes.layouts.propose import (
 )
 from jaxoverlap.passes.planning.terms import Terms
 from jaxoverlap.passes.registry import PASSES, RegisteredPass
+from jaxoverlap.passes.rewriting import per_shard
 from jaxoverlap.passes.rewriting.propose import propose_ahead, propose_by_bytes, propose_rings
 from jaxoverlap.plan.edits import LAYOUTS, SplitBatch, SumLate
 from jaxoverlap.plan.limits import (
@@ -26,6 +27,7 @@ from jaxoverlap.plan.limits import (
     GAIN,
     LAYOUT_EQUATIONS,
     LAYOUT_STEP,
+    MOSTLY_WAITS,
     RIVAL_LAYOUT,
     RIVAL_LAYOUTS,
     UNROLL,
@@ -36,9 +38,16 @@ from jaxoverlap.search.search import ANYWAY, Budget, Propose, Stage
 from jaxoverlap.step.context import StepContext
 from jaxoverlap.step.options import Options
 
-COLUMNS, STARTS, LOOKUPS, NEIGHBOURS, MIXES, OWN, FEWER = (
-    *("columns interleaved", "layouts", "lookups", "their neighbours", "lines of other layouts"),
-    *("pins that XLA chooses too", "pins that are not needed"),
+TRANSFORMS, COLUMNS, STARTS, LOOKUPS, NEIGHBOURS, MIXES, OWN, LOOPS, FEWER = (
+    *(
+        "transforms per shard",
+        "columns interleaved",
+        "layouts",
+        "lookups",
+        "their neighbours",
+        "lines of other layouts",
+    ),
+    *("pins that XLA chooses too", "weights of loops", "pins that are not needed"),
 )
 GIVEN, SPLIT, UNROLLED, AHEAD, RINGS = (
     *("the given layout", "batch split", "scans unrolled", "gathers ahead of parts", "rings"),
@@ -76,7 +85,10 @@ def _of_layouts(step: StepContext, options: Options) -> Iterator[Stage]:
     budget = Budget(most)
     fits = functools.partial(layout_fits, step.cost)
     layout = functools.partial(Stage, fits=fits, budget=budget)
-    gain = _MAY_BE_SLOWER if thorough else GAIN
+    estimate = step.estimate(step.plain)
+    waits = estimate.exposed_s > MOSTLY_WAITS * estimate.step_s
+    gain = _MAY_BE_SLOWER if thorough or waits else GAIN
+    yield layout(TRANSFORMS, per_shard.propose)
     # Under another layout than XLA's they may gain what they do not here.
     yield layout(COLUMNS, columns.propose, _MAY_BE_SLOWER, rivals=1)
     yield layout(STARTS, propose_starts, gain, rivals=RIVAL_LAYOUTS[mode])
@@ -84,6 +96,7 @@ def _of_layouts(step: StepContext, options: Options) -> Iterator[Stage]:
     yield layout(NEIGHBOURS, propose_neighbours, LAYOUT_STEP, takes="first", expands=1)
     yield layout(MIXES, propose_mixes, LAYOUT_STEP, takes="each", expands=1)
     yield layout(OWN, propose_without_own, -LAYOUT_STEP)
+    yield layout(LOOPS, loop_weights.propose)
     if mode == "advise":
         yield Stage(
             *(FEWER, propose_fewer, -LAYOUT_STEP),
@@ -161,6 +174,6 @@ def _num_equations(step: StepContext) -> int:
 
 
 LAYOUT_STAGES = (
-    *(GIVEN, COLUMNS, STARTS, LOOKUPS, NEIGHBOURS, MIXES, OWN, FEWER),
+    *(GIVEN, TRANSFORMS, COLUMNS, STARTS, LOOKUPS, NEIGHBOURS, MIXES, OWN, LOOPS, FEWER),
     *(one.name for one in PASSES if one.propose and _before_split(one)),
 )

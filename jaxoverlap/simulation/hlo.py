@@ -14,6 +14,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from jaxoverlap.cost.kernels import array_bytes
+from jaxoverlap.simulation.branch_shares import share_of
 
 CONTROL_FLOW = ("while", "call", "conditional")  # the opcodes that run other computations
 _NAMES = re.compile(r"%?([\w.\-]+)")
@@ -84,6 +85,11 @@ class Instruction:
         """Return the trip count of a while loop; None if XLA does not know it."""
         match = _TRIPS.search(self.line)
         return int(match.group(1)) if match else None
+
+    @property
+    def share(self) -> float | None:
+        """Return the share of a conditional's runs that take its slowest branch, if it is known."""
+        return share_of(self.op_name) if self.opcode == "conditional" else None
 
     @property
     def control(self) -> list[str]:

@@ -10,12 +10,12 @@ run (Lagom's contention; a replay in time instead of its closed form).
 
 Loops run iteration by iteration until one begins as it ended, with the same left in flight; all
 that follow are its repeats, and are counted, not run. Approximations: of a conditional the slowest
-branch runs; a while without a known trip count runs once, and is named; a collective that crosses
-NVLink domains takes the network only; collectives on two lanes do not slow each other, nor do the
-GPUs of a host that copy to and from its memory, each over a link of its own; such copies wait for
-nothing on their streams; nothing but waiting slows the device's own launch of kernels; where
-devices share cores, what an iteration computed before its first collective is taken from the first
-iteration.
+branch runs, as often as its name says (`branch_shares.py`), or always; a while without a known trip
+count runs once, and is named; a collective that crosses NVLink domains takes the network only;
+collectives on two lanes do not slow each other, nor do the GPUs of a host that copy to and from its
+memory, each over a link of its own; such copies wait for nothing on their streams; nothing but
+waiting slows the device's own launch of kernels; where devices share cores, what an iteration
+computed before its first collective is taken from the first iteration.
 """
 
 from __future__ import annotations
@@ -196,6 +196,7 @@ class _Replay:
         self.events: list[tuple[_Head, _Tail]] = []
         self.runs: list[int] = []
         self.repeats: list[Repeat] = []
+        self.at_boundary = False  # whether conditionals take the branch that they rarely take
 
     def computation(self, name: str) -> None:
         due: dict[str, int] = {}  # flights by the name to wait for
@@ -307,6 +308,14 @@ class _Replay:
             head = (COMPUTE, "memory", i.name, computation, self.now, self.now, 0.0)
             unknown = KernelWork(unknown=UNKNOWN_TRIPS)
             self.add(head, (self.module.source(i), short_op(i.op_name), unknown, None))
+        shares = (one.share or 0 for one in self.module.body(body))
+        rare, outer = round(left * max(shares, default=0)), self.at_boundary
+        for self.at_boundary, times in ((False, left - rare), (True, rare)):
+            self.iterations(body, times)
+        self.at_boundary = outer
+
+    def iterations(self, body: str, left: int) -> None:
+        """Run iterations of a loop that take the same branches."""
         while left:
             before, began, first = self.state(), self.now, len(self.events)
             self.computation(body)
@@ -341,7 +350,7 @@ class _Replay:
             self.computation(called)
 
     def conditional(self, computation: str, i: hlo.Instruction) -> None:
-        """Run the slowest branch of a conditional."""
+        """Run the slowest branch of a conditional; the fastest one where it is known to."""
         now, met, counts = self.now, self.met, (len(self.events), len(self.repeats))
         flights = self.flights
 
@@ -352,9 +361,10 @@ class _Replay:
             del self.events[counts[0] :], self.runs[counts[0] :], self.repeats[counts[1] :]
             return taken
 
-        slowest = max(i.called, key=seconds)
+        by_seconds = sorted(i.called, key=seconds)
         self.flights = flights
-        self.computation(slowest)
+        slowest = i.share is None or i.share == 1 or (i.share > 0 and self.at_boundary)
+        self.computation(by_seconds[-1 if slowest else 0])
 
 
 _STEPS = {"while": _Replay.loop, "call": _Replay.call, "conditional": _Replay.conditional}

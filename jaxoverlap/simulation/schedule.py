@@ -66,6 +66,10 @@ def running(module: hlo.Module, computation: str, runs: int) -> Iterator[tuple[s
     for instruction in module.body(computation):
         if instruction.opcode in hlo.CONTROL_FLOW:
             inner = runs * (instruction.trip_count or 1 if instruction.opcode == "while" else 1)
+            if instruction.share is not None:
+                inner = round(runs * instruction.share)
+            if not inner:
+                continue
             for called in instruction.called:
                 yield from running(module, called, inner)
 

@@ -91,7 +91,7 @@ def estimate(
 _NOTHING = Estimate(0.0, 0.0, {}, {})
 
 
-def _added(one: Estimate, other: Estimate, times: int = 1) -> Estimate:
+def _added(one: Estimate, other: Estimate, times: float = 1) -> Estimate:
     def both(a: Mapping[Any, float], b: Mapping[Any, float]) -> dict[Any, float]:
         return {key: a.get(key, 0) + times * b.get(key, 0) for key in {*a, *b}}
 
@@ -262,9 +262,15 @@ class _Estimator:
         )
 
     def _called(self, i: hlo.Instruction) -> Estimate:
-        """Estimate the computations that an instruction runs; the slowest one of a conditional."""
+        """Estimate the computations that an instruction runs.
+
+        Of a conditional the slowest branch, as often as it runs, if that is known.
+        """
         if i.opcode == "conditional":
-            return max(map(self.computation, i.called), key=lambda e: e.step_s)
+            by_seconds = sorted(map(self.computation, i.called), key=lambda e: e.step_s)
+            if (share := i.share) is None:
+                return by_seconds[-1]
+            return _added(_added(_NOTHING, by_seconds[-1], share), by_seconds[0], 1 - share)
         called = [i.attribute("body").lstrip("%")] if i.opcode == "while" else i.called
         times = (i.trip_count or 1) if i.opcode == "while" else 1
         return functools.reduce(

@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import jax.numpy as jnp
@@ -29,16 +29,17 @@ from jax.sharding import Mesh
 
 from jaxoverlap._jax import compat
 from jaxoverlap.passes.analysis.dims import DimNames, Name
+from jaxoverlap.passes.analysis.errors import UserError
+from jaxoverlap.passes.analysis.jaxprs import dots
+from jaxoverlap.passes.analysis.partitioned import Shardings
 from jaxoverlap.passes.edited import EditedStep, check_named, misfit
 from jaxoverlap.passes.evaluated import Evaluated, Proposal
 from jaxoverlap.passes.planning.entries import line_of
-from jaxoverlap.passes.rewriting.late_sums import axes_by_name, scans_of
-from jaxoverlap.passes.rewriting.partial_sums import (
-    KEEPS_TOTAL,
-    NoSumError,
-    PartialSums,
-    summed_dims,
-)
+from jaxoverlap.passes.rewriting import boundaries
+from jaxoverlap.passes.rewriting.device_parts import NoSumError, summed_dims
+from jaxoverlap.passes.rewriting.late_sums import axes_by_name
+from jaxoverlap.passes.rewriting.partial_sums import PartialSums
+from jaxoverlap.passes.rewriting.scans import ReplacedScan, scans_of
 from jaxoverlap.plan.edits import SumCarried, Summand
 
 _Axes = tuple[str, ...]
@@ -60,7 +61,7 @@ def run(step: EditedStep, edits: Sequence[SumCarried]) -> EditedStep:
             return left.pop(0)
 
         rewriter = PartialSums(step.mesh, edit.axes, next_cut)
-        scans = _Scans(edit.scan, functools.partial(rewriter.root, carry=edit.carry))
+        scans = ReplacedScan(edit.scan, functools.partial(rewriter.root, carry=edit.carry))
         try:
             jaxpr = scans.jaxpr(jaxpr)
         except NoSumError as error:
@@ -75,70 +76,92 @@ def run(step: EditedStep, edits: Sequence[SumCarried]) -> EditedStep:
 def propose(step: Evaluated) -> Iterator[Proposal]:
     """Propose to add up behind their scans all sums that can be.
 
-    First over the axes that do not shard the total, which needs no memory; then over all.
+    First over the axes that do not shard the total, which needs no memory; then over all. Updates
+    that scans use in few iterations are computed in these alone, as they need the total.
     """
-    carried = [*_carried(step)]
+    found = list(boundaries.boundaries_of(step.step))
+    yield from (Proposal(why_not=why) for why in found if isinstance(why, str))
+    rarely = tuple(edit for edit in found if not isinstance(edit, str))
+    if rarely:
+        yield Proposal(rarely)
+    try:
+        edited = boundaries.run(step.step, rarely)
+    except UserError:  # as the proposal says
+        rarely, edited = (), step.step
+    carried = [*_carried(edited, _known(step, edited))]
     free = [msgspec.structs.replace(edit, axes=axes) for edit, axes in carried if axes]
     if free:
-        yield Proposal(tuple(free))
+        yield Proposal((*rarely, *free))
     every = [edit for edit, _ in carried]
     if every != free:
-        yield Proposal(tuple(every))
+        yield Proposal((*rarely, *every))
 
 
-def _carried(step: Evaluated) -> Iterator[tuple[SumCarried, _Axes]]:
+def _known(step: Evaluated, edited: EditedStep) -> dict[int, Shardings]:
+    """Return the shardings of a step's matmuls by their numbers after edits that move some."""
+    if edited is step.step:
+        return dict(step.shardings)
+    numbers = {dot.eqn.outvars[0]: dot.index for dot in dots(step.step.jaxpr)}
+    kept = [dot for dot in dots(edited.jaxpr) if dot.eqn.outvars[0] in numbers]
+    pairs = ((dot.index, numbers[dot.eqn.outvars[0]]) for dot in kept)
+    return {now: step.shardings[before] for now, before in pairs if before in step.shardings}
+
+
+def _carried(
+    edited: EditedStep, shardings: Mapping[int, Shardings]
+) -> Iterator[tuple[SumCarried, _Axes]]:
     """Yield an edit for each carry of a scan into which sums over the batch are added.
 
     Each is over all axes that its sums have; with it come those that do not shard the total.
     """
-    edited = step.step
     scans = list(scans_of(edited.jaxpr))
-    if not any(_accumulates(scan, k) for scan in scans for k in range(compat.scan_counts(scan)[1])):
+    totals = [
+        (number, scan, carry)
+        for number, scan in reversed([*enumerate(scans)])  # outer scans first
+        for carry in range(compat.scan_counts(scan)[1])
+        if _accumulates(scan, carry, edited.mesh)
+    ]
+    if not totals:
         return
-    names = DimNames(edited.jaxpr)
-    axes = axes_by_name(edited, names, step.shardings)
-    done = set[int]()
-    for number, scan in reversed([*enumerate(scans)]):  # outer scans first
-        num_consts, num_carry = compat.scan_counts(scan)
-        for carry in range(num_carry):
-            if id(scan) in done or not _accumulates(scan, carry):
-                continue
-            sums: list[Summand] = []
-            total = scan.params["jaxpr"].invars[num_consts + carry]
+    names, done = DimNames(edited.jaxpr), set[int]()
+    axes = axes_by_name(edited, names, shardings)
+    for number, scan, carry in totals:
+        if id(scan) in done:
+            continue
+        sums: list[Summand] = []
+        total = scan.params["jaxpr"].invars[compat.scan_counts(scan)[0] + carry]
 
-            def cut_of(eqn: Any, sums: list[Summand] = sums) -> Summand:
-                sums.append(_summand(eqn, names, axes, edited.mesh))
-                return sums[-1]
+        def cut_of(eqn: Any, sums: list[Summand] = sums) -> Summand:
+            sums.append(_summand(eqn, names, axes, edited.mesh))
+            return sums[-1]
 
-            rewriter = PartialSums(edited.mesh, None, cut_of)
-            try:
-                rewriter.root(scan, carry)
-            except NoSumError:
-                continue
-            common = _common(sums, edited.mesh)
-            if common:
-                done |= rewriter.inner
-                own = _own_axes(names.of(total), edited, names)
-                free = tuple(axis for axis in common if axis not in own)
-                edit = SumCarried(
-                    scan=number,
-                    carry=carry,
-                    source=line_of(scan, ()),
-                    axes=common,
-                    sums=tuple(sums),
-                )
-                yield edit, free
+        rewriter = PartialSums(edited.mesh, None, cut_of)
+        rewriter.root(scan, carry)
+        if common := _common(sums, edited.mesh):
+            done |= rewriter.inner
+            own = _own_axes(names.of(total), edited, names)
+            free = tuple(axis for axis in common if axis not in own)
+            edit = SumCarried(
+                scan=number,
+                carry=carry,
+                source=line_of(scan, ()),
+                axes=common,
+                sums=tuple(sums),
+            )
+            yield edit, free
 
 
-def _accumulates(scan: Any, carry: int) -> bool:
-    """Return whether a scan adds something to a carry, and does nothing else with it."""
+def _accumulates(scan: Any, carry: int, mesh: Mesh) -> bool:
+    """Return whether a scan's carry is made of sums and its own value alone."""
     body, (num_consts, _) = scan.params["jaxpr"], compat.scan_counts(scan)
     var, out = body.invars[num_consts + carry], body.outvars[carry]
-    if not jnp.issubdtype(var.aval.dtype, jnp.floating) or not var.aval.ndim:
+    if not jnp.issubdtype(var.aval.dtype, jnp.floating) or not var.aval.ndim or out is var:
         return False
-    readers = [eqn for eqn in body.eqns if var in compat.variables(eqn.invars)]
-    only = len(readers) == 1 and out is not var
-    return only and readers[0].primitive.name in KEEPS_TOTAL
+    try:
+        PartialSums(mesh, None, lambda eqn: ()).root(scan, carry)
+    except NoSumError:
+        return False
+    return True
 
 
 def _own_axes(total: Sequence[Name], step: EditedStep, names: DimNames) -> set[str]:
@@ -161,33 +184,20 @@ def _common(sums: Sequence[Summand], mesh: Mesh) -> _Axes:
 
 
 def _summand(eqn: Any, names: DimNames, axes: Mapping[Name, _Axes], mesh: Mesh) -> Summand:
-    """Return the dims of a sum's operands that it adds up, and the mesh axes that shard each."""
-    cut = [dict[int, _Axes]() for _ in eqn.invars]
+    """Return the dims of a sum's operands that it adds up, and the mesh axes that shard each.
+
+    Names of two dims may have one axis, as values differ in how they are sharded: the first has it.
+    """
+    cut, used = [dict[int, _Axes]() for _ in eqn.invars], set[str]()
     for dims in summed_dims(eqn):
         first = next(operand for operand, dim in enumerate(dims) if dim is not None)
         var, dim = eqn.invars[first], dims[first]
         assert dim is not None
-        on = tuple(a for a in axes.get(names.of(var)[dim], ()) if mesh.shape[a] > 1)
+        free = (a for a in axes.get(names.of(var)[dim], ()) if a not in used)
+        on = tuple(a for a in free if mesh.shape[a] > 1)
         if on and var.aval.shape[dim] % math.prod(mesh.shape[a] for a in on) == 0:
+            used.update(on)
             for operand, dim in enumerate(dims):
                 if dim is not None:
                     cut[operand][dim] = on
     return tuple(tuple(sorted(of_operand.items())) for of_operand in cut)
-
-
-class _Scans:
-    """One walk over a step that rewrites one scan, counted as `scans_of` does."""
-
-    def __init__(self, number: int, rewrite: Callable[[Any], list[Any]]):
-        self._number, self._rewrite, self.count = number, rewrite, 0
-
-    def jaxpr(self, jaxpr: Any) -> Any:
-        eqns: list[Any] = []
-        for given in jaxpr.eqns:
-            eqn = compat.map_jaxprs(self.jaxpr, given)
-            made = [eqn]
-            if eqn.primitive.name == "scan":
-                made = self._rewrite(eqn) if self.count == self._number else made
-                self.count += 1
-            eqns += made
-        return jaxpr.replace(eqns=eqns)

@@ -36,6 +36,7 @@ from jaxoverlap.passes.analysis.mesh import explicit_axes
 from jaxoverlap.passes.analysis.partitioned import Shardings
 from jaxoverlap.passes.edited import EditedStep, misfit
 from jaxoverlap.passes.evaluated import Evaluated, Proposal
+from jaxoverlap.passes.rewriting.scans import scans_of
 from jaxoverlap.plan.edits import SumLate
 
 _ADDS = ("add", "add_any")
@@ -110,15 +111,6 @@ def _cut(eqn: Any, names: DimNames, axes: Mapping[int, tuple[str, ...]], mesh: M
                 return ()
             found.append((dim, on))
     return tuple(found)
-
-
-def scans_of(jaxpr: Any) -> Iterator[Any]:
-    """Yield the scans of a jaxpr, inner ones before those around them."""
-    for eqn in jaxpr.eqns:
-        for body in compat.jaxprs_in(eqn):
-            yield from scans_of(body)
-        if eqn.primitive.name == "scan":
-            yield eqn
 
 
 # -- what leaves a body ---------------------------------------------------------------------------

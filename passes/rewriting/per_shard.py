@@ -23,7 +23,7 @@ from jaxoverlap._jax import compat, inlining
 from jaxoverlap.passes.analysis.dims import DimNames, Name
 from jaxoverlap.passes.analysis.jaxprs import Body, bodies, map_bodies
 from jaxoverlap.passes.analysis.mesh import explicit_axes
-from jaxoverlap.passes.edited import EditedStep, check_rank, misfit
+from jaxoverlap.passes.edited import EditedStep, misfit
 from jaxoverlap.passes.evaluated import Evaluated, Proposal
 from jaxoverlap.passes.planning.entries import line_of
 from jaxoverlap.passes.rewriting.late_sums import axes_by_name
@@ -33,53 +33,81 @@ from jaxoverlap.plan.edits import Spec, TransformPerShard
 
 def run(step: EditedStep, edits: Sequence[TransformPerShard]) -> EditedStep:
     """Compute the Fourier transforms that edits name on each device's own shard."""
-    by_body: dict[int, dict[int, TransformPerShard]] = {}
-    every = {body.index: body for body in bodies(step.jaxpr)}
-    for edit in edits:
-        body = every.get(edit.body)
-        known = body is not None and not body.opaque and edit.position in range(len(body.eqns))
-        if body is None or not known or not _is_transform(body.eqns[edit.position]):
-            raise misfit(edit, "no Fourier transform is there")
-        (operand,) = body.eqns[edit.position].invars
-        check_rank(edit, edit.spec, operand)
-        if any(edit.spec[dim] for dim in _transformed(body.eqns[edit.position])):
-            raise misfit(edit, "a dim that is transformed cannot be sharded")
-        for var in (operand, *body.eqns[edit.position].outvars):
-            if not is_even(var.aval.shape, edit.spec, step.mesh):
-                raise misfit(edit, f"the devices do not divide {var.aval.shape}")
-        by_body.setdefault(edit.body, {})[edit.position] = edit
+    left = {_key(edit): edit for edit in edits}
+    if len(left) < len(edits):
+        raise misfit(edits[0], "two edits are of the same transforms")
+    found = set[TransformPerShard]()
 
     def visit(body: Body) -> list[Any] | None:
-        if (here := by_body.get(body.index)) is None:
+        if not _is_sharded(body):
             return None
         made: list[Any] = []
-        for position, eqn in enumerate(body.eqns):
-            edit = here.get(position)
+        for eqn in body.eqns:
+            edit = left.get(_name(eqn, body)) if _is_transform(eqn) else None
+            if edit is not None:
+                _check(eqn, edit, step.mesh)
+                found.add(edit)
             made += [eqn] if edit is None else _per_shard(eqn, edit, step.mesh)
         return made
 
-    return step.to(map_bodies(step.jaxpr, visit))
+    jaxpr = map_bodies(step.jaxpr, visit)
+    for edit in edits:
+        if edit not in found:
+            raise misfit(edit, "no such Fourier transform is there")
+    return step.to(jaxpr)
+
+
+_Name = tuple[str, tuple[int, ...], int]  # of transforms: line, lengths, dims
+
+
+def _key(edit: TransformPerShard) -> _Name:
+    return edit.source, edit.lengths, len(edit.spec)
+
+
+def _name(eqn: Any, body: Body) -> _Name:
+    lengths = tuple(map(int, eqn.params["fft_lengths"]))
+    return line_of(eqn, body.around), lengths, eqn.invars[0].aval.ndim
+
+
+def _check(eqn: Any, edit: TransformPerShard, mesh: Mesh) -> None:
+    if any(edit.spec[dim] for dim in _transformed(eqn)):
+        raise misfit(edit, "a dim that is transformed cannot be sharded")
+    for var in (*eqn.invars, *eqn.outvars):
+        if not is_even(var.aval.shape, edit.spec, mesh):
+            raise misfit(edit, f"the devices do not divide {var.aval.shape}")
 
 
 def propose(step: Evaluated) -> Iterator[Proposal]:
-    """Propose to compute all Fourier transforms of a step on each device's own shard."""
+    """Propose to compute all Fourier transforms of a step on each device's own shard.
+
+    XLA's gathers of them take so long that they hide what layouts and batch splits differ by, so
+    this comes before these, and again behind them, as they change what shards a transform.
+    """
     if explicit_axes(step.step.mesh):
         return
-    every = [body for body in bodies(step.step.jaxpr) if not body.opaque]
-    if not any(_is_transform(eqn) for body in every for eqn in body.eqns):
+    before = next(one for one in reversed(step.step.stages) if not one.has(TransformPerShard))
+    every = [
+        (eqn, body)
+        for body in bodies(before.jaxpr)
+        if _is_sharded(body)
+        for eqn in body.eqns
+        if _is_transform(eqn)
+    ]
+    if not every:
         return
-    names = DimNames(step.step.numbered.jaxpr)
-    axes = axes_by_name(step.step, names, step.shardings) | _of_arguments(step.step, names)
+    names = DimNames(before.numbered.jaxpr)
+    axes = axes_by_name(before, names, step.shardings) | _of_arguments(before, names)
+    specs: dict[_Name, Spec] = {}
+    for eqn, body in every:
+        spec = _spec(eqn, names, axes, before.mesh)
+        if any(spec) and _name(eqn, body) not in specs:
+            specs[_name(eqn, body)] = spec
     edits = tuple(
-        TransformPerShard(
-            body=body.index, position=position, source=line_of(eqn, body.around), spec=spec
-        )
-        for body in every
-        for position, eqn in enumerate(body.eqns)
-        if _is_transform(eqn) and any(spec := _spec(eqn, names, axes, step.step.mesh))
+        TransformPerShard(source=source, lengths=lengths, spec=spec)
+        for (source, lengths, _), spec in specs.items()
     )
-    if edits:
-        yield Proposal(edits)
+    if edits and not {*edits} <= {*step.step.edits}:
+        yield Proposal(edits, lambda edit: isinstance(edit, TransformPerShard))
 
 
 def _of_arguments(step: EditedStep, names: DimNames) -> dict[Name, tuple[str, ...]]:
@@ -115,6 +143,11 @@ def _spec(eqn: Any, names: DimNames, axes: Mapping[Name, tuple[str, ...]], mesh:
 
 def _devices(axes: Sequence[str], mesh: Mesh) -> int:
     return math.prod(mesh.shape[a] for a in axes)
+
+
+def _is_sharded(body: Body) -> bool:
+    """Return whether a body computes with arrays of all devices."""
+    return not body.opaque and all(eqn.primitive.name != "shard_map" for eqn in body.around)
 
 
 def _is_transform(eqn: Any) -> bool:

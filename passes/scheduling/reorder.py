@@ -147,6 +147,8 @@ class _Walk:
             times = instruction.trip_count or 1 if instruction.opcode == "while" else 1
             most = sum if instruction.opcode == "while" else max
             seconds = times * most(o.seconds for o in inner)
+            if (share := instruction.share) is not None:
+                seconds = share * seconds + (1 - share) * min(o.seconds for o in inner)
             return Task(seconds=seconds, extra_bytes=max(o.peak_bytes for o in inner))
         if collective := self._prices.collectives.get((computation, instruction.name)):
             lane, seconds, _ = self._prices.link(collective)

@@ -217,6 +217,24 @@ def test_the_slowest_branch_runs():
     assert [e.name for e in got.events] == ["s", "r", "a", "s", "r", "b", "e"]
 
 
+@pytest.mark.parametrize(
+    ("scope", "seconds"),
+    [("runs_1_of_4", 3 + 3 * 1), ("runs_1_of_4_and_last", 3 + 3 * 1), ("runs_2_of_4", 2 * 3 + 2)],
+)
+def test_the_slowest_branch_runs_as_often_as_its_name_says(scope, seconds):
+    branches = "%c = () conditional(%x, %x), branch_computations={%inner, %body}"
+    named = f'{branches}, metadata={{op_name="jit(f)/while/body/{scope}/cond"}}'
+    got = times(loop(4, body="outer"), before=BODY + INNER + computation("%outer", named))
+    assert got.step_s == pytest.approx(seconds)
+
+
+@pytest.mark.parametrize(("scope", "seconds"), [("runs_0_of_1", 1), ("runs_1_of_1", 3)])
+def test_a_branch_outside_of_loops_runs_if_its_name_says_so(scope, seconds):
+    branches = "%c = () conditional(%x, %x), branch_computations={%body, %inner}"
+    named = f'{branches}, metadata={{op_name="jit(f)/{scope}/cond"}}'
+    assert times(named, before=BODY + INNER).step_s == pytest.approx(seconds)
+
+
 # -- what is not known, and mistakes ----------------------------------------------------------------
 
 

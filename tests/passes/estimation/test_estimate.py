@@ -37,6 +37,26 @@ def test_a_matmul():
     assert step_estimate.step_s == step_estimate.compute_s == MATMUL_S
 
 
+@pytest.mark.parametrize(("scope", "matmuls"), [("update", 1), ("runs_1_of_8", 1 / 8)])
+def test_a_conditional_takes_its_slowest_branch_as_often_as_its_name_says(scope, matmuls):
+    branches = f"""%dot (x: {X}) -> {X} {{
+  %x = {X} parameter(0)
+  ROOT %y = {X} dot(%x, %x), {DOT}
+}}
+%same (x: {X}) -> {X} {{
+  ROOT %x = {X} parameter(0)
+}}
+"""
+    name = f'metadata={{op_name="jit(step)/while/body/{scope}/cond"}}'
+    cond = f"conditional(%i, %x, %x), branch_computations={{%same, %dot}}, {name}"
+    lines = f"  %i = s32[] parameter(0)\n  %x = {X} parameter(1)\n  ROOT %y = {X} {cond}"
+    text = (
+        f"HloModule jit_step\n\n{branches}ENTRY %main (i: s32[], x: {X}) -> {X} {{\n{lines}\n}}\n"
+    )
+    found = estimate(hlo.parse_partitioned(text, 8), COST)
+    assert found.step_s == pytest.approx(matmuls * MATMUL_S)
+
+
 def test_what_reads_element_by_element_is_one_kernel():
     step_estimate = estimated(
         *ARGUMENTS,

@@ -16,6 +16,7 @@ from jax.sharding import PartitionSpec as P
 from jaxoverlap.passes.analysis.errors import UserError
 from jaxoverlap.passes.apply import apply
 from jaxoverlap.passes.rewriting import per_shard
+from jaxoverlap.plan.edits import Pin
 from tests.support.edited import edited_of, mesh_of
 from tests.support.evaluated import evaluated_of
 
@@ -61,7 +62,7 @@ def test_numbers_are_those_without_devices(step, axes, spec):
     )
     edited = edited_of(step, args, mesh)
     (proposal,) = per_shard.propose(evaluated_of(edited))
-    assert len(proposal.edits) == (2 if step is mixing else 4)
+    assert len(proposal.edits) == (1 if step is mixing else 2), "one for each line"
     assert all("data" in edit.spec[0] for edit in proposal.edits)
     assert "transform each device's shard at" in str(proposal.edits[0])
     jaxpr = apply(edited, proposal.edits).jaxpr
@@ -81,15 +82,36 @@ def test_what_cannot_be_sharded_is_refused():
     (proposal,) = per_shard.propose(evaluated_of(edited))
     (edit,) = proposal.edits
     for changes, said in (
-        ({"body": 9}, "no Fourier transform is there"),
-        ({"position": 0}, "no Fourier transform is there"),
-        ({"position": 99}, "no Fourier transform is there"),
-        ({"spec": ((), ())}, "the sharding has 2 dims"),
+        ({"source": "steps/other.py:1"}, "no such Fourier transform is there"),
+        ({"lengths": (S,)}, "no such Fourier transform is there"),
+        ({"spec": ((), ())}, "no such Fourier transform is there"),
+        ({"spec": (("data",), ("model",), ())}, "'model' is no axis"),
         ({"spec": ((), (), ("data",))}, "a dim that is transformed cannot be sharded"),
-        ({"spec": (("model",), (), ())}, "'model' is no axis"),
     ):
         with pytest.raises(UserError, match=re.escape(said)):
             apply(edited, [msgspec.structs.replace(edit, **changes)])
+    with pytest.raises(UserError, match="two edits are of the same transforms"):
+        apply(edited, [edit, msgspec.structs.replace(edit, spec=((), ("data",), ()))])
+
+
+def test_transforms_are_found_again_among_other_edits():
+    """In parts of a batch and behind pins, by their line; the search takes them before these."""
+    mesh = mesh_of({"data": 8})
+    x = jax.device_put(jnp.ones((B, S, D)), NamedSharding(mesh, P("data")))
+    w = jax.device_put(jnp.ones((2, D, D)), NamedSharding(mesh, P()))
+    edited = edited_of(mixing, (w, x), mesh)
+    (proposal,) = per_shard.propose(evaluated_of(edited))
+    pinned = apply(edited, [Pin(site=0, spec=(("data",), (), ())), *proposal.edits])
+    assert str(pinned.jaxpr).count("shard_map[") == 2
+    assert [*per_shard.propose(evaluated_of(pinned))] == [], "the same once more"
+
+
+def test_transforms_in_a_shard_map_stay():
+    mesh = mesh_of({"data": 8})
+    x = jax.device_put(jnp.ones((B, S, D)), NamedSharding(mesh, P("data")))
+    own = jax.shard_map(jnp.fft.fft, mesh=mesh, in_specs=P("data"), out_specs=P("data"))
+    edited = edited_of(lambda x: own(x * 2), (x,), mesh)
+    assert [*per_shard.propose(evaluated_of(edited))] == []
 
 
 def test_a_step_without_transforms_gets_no_proposal():
