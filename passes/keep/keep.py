@@ -25,7 +25,7 @@ from jaxoverlap._jax import compat
 from jaxoverlap.passes.edited import EditedStep, misfit
 from jaxoverlap.passes.keep.opened import opened
 from jaxoverlap.passes.keep.remats import Remat, Source, remats_of
-from jaxoverlap.passes.keep.scans import widened
+from jaxoverlap.passes.keep.scans import stack_of, widened
 from jaxoverlap.plan.edits import Keep
 
 
@@ -87,11 +87,7 @@ class _Keeping:
         elif source.scan is None:
             return source.var
         else:
-            stacks = self.stacks.setdefault(id(source.scan), {})
-            if source.var not in stacks:
-                length = source.scan.params["length"]
-                stacks[source.var] = compat.typed_stack_var(source.var, length)
-            given, ways = stacks[source.var], self.slices
+            given, ways = self._stack(source), self.slices
         brought = ways.setdefault(id(scan), {})
         for inside, outside in brought.items():
             if outside is given:
@@ -99,6 +95,16 @@ class _Keeping:
         inside = compat.like_var(source.var)
         brought[inside] = given
         return inside
+
+    def _stack(self, source: Source) -> Any:
+        """Return the stack of a value that a scan computes: a new one, if it stacks none."""
+        if (there := stack_of(source.scan, source.var)) is not None:
+            return there
+        stacks = self.stacks.setdefault(id(source.scan), {})
+        if source.var not in stacks:
+            length = source.scan.params["length"]
+            stacks[source.var] = compat.typed_stack_var(source.var, length)
+        return stacks[source.var]
 
     def waiting(self, remats: Sequence[Remat], edits: Sequence[Keep]) -> dict[Any, Any]:
         """Return the values that wait, by the number of a remat, of an equation, of a result there.
@@ -109,7 +115,7 @@ class _Keeping:
         for number, position, output in (place for edit in edits for place in edit.places):
             source = remats[number].sources[remats[number].body.eqns[position].outvars[output]]
             if source.scan is not None:
-                found[number, position, output] = self.stacks[id(source.scan)][source.var]
+                found[number, position, output] = self._stack(source)
             elif not source.around:
                 found[number, position, output] = source.var
         return found

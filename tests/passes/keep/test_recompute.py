@@ -9,7 +9,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from jaxoverlap._jax import compat
-from jaxoverlap.passes.analysis.jaxprs import dots
+from jaxoverlap.passes.analysis.jaxprs import dots, equations
 from jaxoverlap.passes.edited import EditedStep
 from jaxoverlap.passes.keep import keep, recompute
 from jaxoverlap.passes.keep.layers import is_backward
@@ -112,3 +112,16 @@ def test_an_edit_that_names_no_layer_is_an_error():
         edit = Recompute(source="a.py:1", values=1, places=(place,))
         with pytest.raises(ValueError, match=rf"recompute 1 values .*{said}"):
             recompute.run(step_of(jaxpr), [edit])
+
+
+def test_what_the_backward_scan_slices_already_is_not_given_to_it_again():
+    """XLA copies what a loop carries twice: here the layers' inputs, and the weights."""
+    drawn = Drawn(("twice", "softmax"), "scan", "dots", reverse=False, seed=0)
+    jaxpr = traced(drawn, *(args := drawn.arguments()))
+    after = recompute.run(step_of(jaxpr), recompute.recomputations(jaxpr)).jaxpr
+    scans = [eqn for eqn, _ in equations(after) if eqn.primitive.name == "scan"]
+    assert len(scans) == 2
+    for scan in scans:
+        given = [atom for atom in scan.invars if not compat.is_literal(atom)]
+        assert len(given) == len({*given})
+    agree(evaluated(after, args), evaluated(jaxpr, args))
