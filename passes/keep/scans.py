@@ -45,9 +45,7 @@ def _new(
     there = {atom: binder for atom, binder in operands if not compat.is_literal(atom)}
     new, known = dict[Any, Any](), dict[Any, Any]()
     for inside, outside in wanted.items():
-        if compat.is_literal(outside):
-            new[inside] = outside
-        elif (binder := there.setdefault(outside, inside)) is inside:
+        if compat.is_literal(outside) or (binder := there.setdefault(outside, inside)) is inside:
             new[inside] = outside
         else:
             known[inside] = binder
