@@ -175,7 +175,7 @@ def tuned(folder: Path, rank: int) -> Any:
     """Process 0 tunes (its search is stood in for), and the others wait for its plan."""
     calls = []
 
-    def search(target: Any, tuning: Any, out: Any) -> Plan:
+    def search(target: Any, tuning: Any, clock: Any, out: Any) -> Plan:
         calls.append(rank)
         return Plan.read(folder / "other.json")
 
