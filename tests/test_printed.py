@@ -24,7 +24,7 @@ MODULES = (
     "jaxoverlap.train.varlen",
     "jaxoverlap.train.zeroth_order",
 )
-UNNAMED = {"Compressor", "Log", "Lowered"}  # a protocol, an open file, a stage as JAX's own
+UNNAMED = {"Compressor", "Log"}  # a protocol, an open file
 
 
 def public_classes() -> dict[str, type]:
