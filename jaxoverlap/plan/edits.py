@@ -522,7 +522,7 @@ class SumCarried(_Edit, frozen=True, kw_only=True):
 
 
 class UpdateAtBoundary(_Edit, frozen=True, kw_only=True):
-    """What a scan uses in few of its iterations is computed in these alone.
+    """A scan computes what it uses in few of its iterations in these alone.
 
     Attributes:
         scan: which of the step's scans it is, inner ones before those around them.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -64,7 +64,7 @@ class Candidate:
     @property
     def only_lays_out(self) -> bool:
         """Whether its batch is not split, and it has no rings or the like."""
-        return all(isinstance(edit, (*LAYOUTS, TransformPerShard)) for edit in self.edits)
+        return only_lay_out(self.edits)
 
     def proposes(self, kind: type) -> bool:
         """Return whether it was proposed for edits of a kind."""
@@ -73,3 +73,8 @@ class Candidate:
     def has(self, *kinds: type) -> bool:
         """Return whether some edits are of these kinds."""
         return any(isinstance(edit, kinds) for edit in self.edits)
+
+
+def only_lay_out(edits: Iterable[Edit]) -> bool:
+    """Return whether edits split no batch, and make no rings or the like."""
+    return all(isinstance(edit, (*LAYOUTS, TransformPerShard)) for edit in edits)

@@ -24,15 +24,13 @@ from jaxoverlap.passes.planning.terms import Terms
 from jaxoverlap.passes.registry import PASS_OF
 from jaxoverlap.passes.rewriting.pin_results import pinned_results
 from jaxoverlap.plan.edits import (
-    LAYOUTS,
     Edit,
     ShareViews,
     SplitBatch,
-    TransformPerShard,
     in_order,
 )
 from jaxoverlap.plan.evaluation import Evaluation
-from jaxoverlap.search.candidate import Candidate
+from jaxoverlap.search.candidate import Candidate, only_lay_out
 from jaxoverlap.search.search import Stage
 from jaxoverlap.step.context import StepContext
 
@@ -102,7 +100,7 @@ class Evaluator:
         except (UserError, HostMemoryError) as error:
             return _Answer(before, evaluation=Evaluation(refusal=str(error)))
         try:
-            if _only_layouts(edited):
+            if only_lay_out(edited.edits):
                 return self._answered(edited, self._step.partitioned(edited.jaxpr))
             viewed = apply(edited, [ShareViews()])
             return self._answered(edited, self._step.partitioned_after(viewed))
@@ -111,7 +109,7 @@ class Evaluator:
 
     def _answered(self, edited: EditedStep, program: SpmdProgram) -> _Answer:
         why_not = changed(self._step.plain, program)
-        if not why_not and edited.edits and _only_layouts(edited):
+        if not why_not and edited.edits and only_lay_out(edited.edits):
             why_not = _wrong_permutes(program, edited.mesh)
         estimate = None if self._step.cost is None else self._step.estimate(program)
         peak_bytes = estimated_peak_bytes(program.module) if estimate else 0
@@ -122,7 +120,7 @@ class Evaluator:
     def _shardings(self, answer: _Answer, parent: Candidate) -> Mapping[Any, Shardings]:
         """Return the shardings of a candidate's matmuls, as edits of rings number them."""
         assert answer.program is not None
-        if _only_layouts(answer.step):
+        if only_lay_out(answer.step.edits):
             return answer.program.shardings
         split = next((e for e in answer.step.edits if isinstance(e, SplitBatch)), None)
         before = parent.known
@@ -148,10 +146,6 @@ class Evaluator:
             notes=notes,
             outermost=step.outermost,
         )
-
-
-def _only_layouts(edited: EditedStep) -> bool:
-    return all(isinstance(edit, (*LAYOUTS, TransformPerShard)) for edit in edited.edits)
 
 
 def _applied(original: EditedStep, before: EditedStep, edits: Sequence[Edit]) -> EditedStep:

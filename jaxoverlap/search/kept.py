@@ -178,7 +178,7 @@ def _recomputing(
 def _offloading(
     step: StepContext, options: Options
 ) -> tuple[tuple[Edit, ...], tuple[str, ...]] | None:
-    """Offload all that scans save of a step that does not fit; None where that frees nothing.
+    """Offload all that a step that does not fit saves; None where that frees nothing.
 
     Nothing else is kept then, as what is kept is chosen before.
     """
@@ -195,8 +195,8 @@ def _offloading(
         return None
     sized = _shared(less, "bytes_offloaded", edits)
     note = (
-        f"memory={memory_text(options.memory)} offloads what scans save, as the step needs more "
-        f"memory however much is recomputed: {human_bytes(less)} less."
+        f"memory={memory_text(options.memory)} offloads what the backward pass reads, as the step "
+        f"needs more memory however much is recomputed: {human_bytes(less)} less."
     )
     own = (*(e for e in step.edited.edits if isinstance(e, Recompute)), *sized)
     return own, (note, *(f"  {edit}." for edit in own))

@@ -134,6 +134,11 @@ class Body:
     opaque: bool = False
     around: tuple[Any, ...] = ()
 
+    @property
+    def is_global(self) -> bool:
+        """Whether it may be changed, and computes with arrays of all devices: in no shard_map."""
+        return not self.opaque and all(eqn.primitive.name != "shard_map" for eqn in self.around)
+
     @functools.cached_property
     def uses(self) -> DefUse:
         """The makers and readers of its values."""

@@ -45,7 +45,7 @@ class SavingLayer:
     def bytes(self) -> int:
         """The bytes that it saves, not sharded."""
         copies = self.body.eqns[self.first].params["length"] if self.is_scanned else 1
-        return copies * sum(map(_bytes, self.saved))
+        return copies * sum(map(num_bytes, self.saved))
 
     @property
     def is_scanned(self) -> bool:
@@ -154,17 +154,18 @@ def _cuts(body: Body) -> list[int]:
         largest = max(live, key=live.__getitem__, default=None)
         if largest is not None and live[largest] >= _ALONE * sum(live.values()):
             alone.setdefault(largest, position)
-        live |= {v: _bytes(v) for v in eqn.outvars if v in last and v not in free}
+        live |= {v: num_bytes(v) for v in eqn.outvars if v in last and v not in free}
         for var in [v for v in live if last[v] <= position]:
             del live[var]
     kinds = Counter(compat.type_text(var) for var in alone)
-    sizes = {compat.type_text(var): _bytes(var) for var in alone}
+    sizes = {compat.type_text(var): num_bytes(var) for var in alone}
     often = [kind for kind, count in kinds.items() if count >= _OFTEN * max(kinds.values())]
     stream = min(often, key=sizes.__getitem__, default=None)
     inner = [at for var, at in alone.items() if compat.type_text(var) == stream]
     return list(dict.fromkeys([0, *inner]))
 
 
-def _bytes(var: Any) -> int:
+def num_bytes(var: Any) -> int:
+    """Return the bytes of a value, not sharded."""
     aval = var.aval
     return math.prod(aval.shape) * aval.dtype.itemsize if hasattr(aval, "shape") else 0

@@ -28,7 +28,7 @@ from jaxoverlap._jax import compat, inlining
 from jaxoverlap.passes.analysis.def_use import DefUse
 from jaxoverlap.passes.analysis.jaxprs import Body, bodies, map_bodies
 from jaxoverlap.passes.edited import EditedStep, misfit
-from jaxoverlap.passes.keep.layers import is_backward
+from jaxoverlap.passes.keep.layers import is_backward, num_bytes
 from jaxoverlap.passes.keep.opened import opened
 from jaxoverlap.passes.keep.scans import with_more
 from jaxoverlap.passes.planning.entries import line_of, type_of
@@ -51,6 +51,7 @@ class _Stack(NamedTuple):
     output: int
     reader: int
     operand: int
+    first = -1  # a step of the scan keeps the value that is read first by itself
 
 
 class _Alone(NamedTuple):
@@ -63,6 +64,11 @@ class _Alone(NamedTuple):
 
     output: int
     readers: tuple[int, ...]
+
+    @property
+    def first(self) -> int:
+        """The index of its first reader."""
+        return min(self.readers)
 
 
 def run(step: EditedStep, edits: Sequence[Offload]) -> EditedStep:
@@ -101,9 +107,8 @@ def offloads(step: EditedStep, kept: Sequence[Keep]) -> list[Offload]:
     found = dict[Any, tuple[int, _Place]]()
     for body in bodies(opened(step.jaxpr)):
         for position, eqn in enumerate(body.eqns):
-            for one in (*_stacks(body, position), *_alone(body, position)):
-                reader = min(one.readers) if isinstance(one, _Alone) else -1
-                found[eqn.outvars[one.output]] = reader, (body.index, position, one.output)
+            for one in _waiting(body, position):
+                found[eqn.outvars[one.output]] = one.first, (body.index, position, one.output)
     edits = list[Offload]()
     for edit in kept:
         own = [found[value] for place in edit.places if (value := values.get(place)) in found]
@@ -122,18 +127,15 @@ def saved(jaxpr: Any) -> list[Offload]:
     groups = dict[Any, list[tuple[int, _Place, int]]]()
     for body in bodies(opened(jaxpr)):
         for position, eqn in enumerate(body.eqns):
-            for one in _stacks(body, position):
-                inside = eqn.params["jaxpr"]
-                value = inside.outvars[one.output]
-                maker = DefUse(inside.eqns, ()).maker(value)
-                source = line_of(eqn if maker is None else maker, (*body.around, eqn))
-                own = -1, (body.index, position, one.output), _bytes(eqn.outvars[one.output])
-                groups.setdefault((source, type_of(value)), []).append(own)
-            for one in _alone(body, position):
-                value = eqn.outvars[one.output]
-                own = min(one.readers), (body.index, position, one.output), _bytes(value)
-                source = line_of(eqn, body.around)
-                groups.setdefault((source, type_of(value)), []).append(own)
+            for one in _waiting(body, position):
+                value, maker, around = eqn.outvars[one.output], eqn, body.around
+                own = one.first, (body.index, position, one.output), num_bytes(value)
+                if isinstance(one, _Stack):
+                    inside = eqn.params["jaxpr"]
+                    value = inside.outvars[one.output]
+                    maker = DefUse(inside.eqns, ()).maker(value) or eqn
+                    around = (*around, eqn)
+                groups.setdefault((line_of(maker, around), type_of(value)), []).append(own)
     largest = max((size for some in groups.values() for *_, size in some), default=0)
     edits = list[Offload]()
     for (source, value), some in groups.items():
@@ -155,21 +157,18 @@ def _late(values: Sequence[tuple[int, _Place]]) -> tuple[_Place, ...]:
     return tuple(dict.fromkeys(may or [place for _, place in values]))
 
 
-def _bytes(var: Any) -> int:
-    return var.aval.size * var.aval.dtype.itemsize
-
-
 def _named(body: Body, edit: Offload, position: int, output: int) -> _Stack | _Alone:
     if 0 <= position < len(body.eqns):
-        for one in (*_stacks(body, position), *_alone(body, position)):
+        for one in _waiting(body, position):
             if one.output == output:
                 return one
     raise misfit(edit, f"equation {position} has no result {output} that waits for a later pass")
 
 
-def _is_free(body: Body) -> bool:
-    """Return whether values of a body may be elsewhere than on the device."""
-    return not body.opaque and all(eqn.primitive.name != "shard_map" for eqn in body.around)
+def _waiting(body: Body, position: int) -> Iterator[_Stack | _Alone]:
+    """Yield the results of an equation that may be offloaded."""
+    yield from _stacks(body, position)
+    yield from _alone(body, position)
 
 
 def _can_wait(var: Any) -> bool:
@@ -180,7 +179,7 @@ def _can_wait(var: Any) -> bool:
 def _alone(body: Body, position: int) -> Iterator[_Alone]:
     """Yield the results of an equation of the forward pass that the backward pass reads."""
     eqn = body.eqns[position]
-    if eqn.primitive.name == "scan" or not _is_free(body) or is_backward(eqn):
+    if eqn.primitive.name == "scan" or not body.is_global or is_backward(eqn):
         return
     for output, var in enumerate(eqn.outvars):
         readers = [n for n in body.uses.readers(var) if n is not None and is_backward(body.eqns[n])]
@@ -191,7 +190,7 @@ def _alone(body: Body, position: int) -> Iterator[_Alone]:
 def _stacks(body: Body, position: int) -> Iterator[_Stack]:
     """Yield the results of a scan that may be offloaded."""
     scan = body.eqns[position]
-    if scan.primitive.name != "scan" or scan.params["length"] < 2 or not _is_free(body):
+    if scan.primitive.name != "scan" or scan.params["length"] < 2 or not body.is_global:
         return
     num_consts, num_carry = compat.scan_counts(scan)
     inside = scan.params["jaxpr"]
@@ -235,7 +234,7 @@ def _offloaded(
             eqns[reader] = _bringing(eqns[reader], operands)
     for position, some in alone.items():
         for one in some:
-            eqn, first = body.eqns[position], body.eqns[min(one.readers)]
+            eqn, first = body.eqns[position], body.eqns[one.first]
             value = eqn.outvars[one.output]
             stored, waiting = (compat.host_var(value) for _ in range(2))
             brought = compat.like_var(value)
@@ -244,7 +243,7 @@ def _offloaded(
                 inlining.inline(compat.to_host, [value], [stored], eqn)
                 + inlining.inline(compat.barrier, [stored], [waiting], eqn)
             )
-            before.setdefault(min(one.readers), []).extend(
+            before.setdefault(one.first, []).extend(
                 inlining.inline(compat.to_device, [waiting], [brought], first)
             )
             for reader in one.readers:

@@ -29,7 +29,7 @@ from jax import Array, lax
 
 from jaxoverlap._jax import compat, inlining
 from jaxoverlap.passes.analysis.def_use import DefUse
-from jaxoverlap.passes.analysis.jaxprs import Body, bodies
+from jaxoverlap.passes.analysis.jaxprs import bodies
 from jaxoverlap.passes.analysis.known import known_values
 from jaxoverlap.passes.edited import EditedStep, misfit
 from jaxoverlap.passes.planning.entries import line_of
@@ -77,7 +77,7 @@ def boundaries_of(step: EditedStep) -> Iterator[UpdateAtBoundary | str]:
     if not any(boundary for *_, boundary in found):
         return
     # In a shard_map each device would decide by itself, and collectives need all of them.
-    every = [body for body in bodies(step.jaxpr) if not body.opaque and not _is_manual(body)]
+    every = [body for body in bodies(step.jaxpr) if body.is_global]
     known = known_values(every)
     around = {id(eqn): known[body.index] for body in every for eqn in body.eqns}
     for number, scan, boundary in found:
@@ -100,10 +100,6 @@ def boundaries_of(step: EditedStep) -> Iterator[UpdateAtBoundary | str]:
                 iterations=len(runs),
                 at_end=runs[-1],
             )
-
-
-def _is_manual(body: Body) -> bool:
-    return any(eqn.primitive.name == "shard_map" for eqn in body.around)
 
 
 # -- what is used at a boundary alone -------------------------------------------------------------
@@ -231,7 +227,7 @@ def _masked(eqn: Any, is_one: bool, signs: Mapping[Any, Any], uses: DefUse) -> _
 
 
 class _Boundary:
-    """What a scan's body uses at boundaries alone.
+    """Holds what a scan's body uses at boundaries alone.
 
     Attributes:
         invars, eqns, outvars: the body with inner jits opened.

@@ -39,7 +39,7 @@ def run(step: EditedStep, edits: Sequence[TransformPerShard]) -> EditedStep:
     found = set[TransformPerShard]()
 
     def visit(body: Body) -> list[Any] | None:
-        if not _is_sharded(body):
+        if not body.is_global:
             return None
         made: list[Any] = []
         for eqn in body.eqns:
@@ -89,7 +89,7 @@ def propose(step: Evaluated) -> Iterator[Proposal]:
     every = [
         (eqn, body)
         for body in bodies(before.jaxpr)
-        if _is_sharded(body)
+        if body.is_global
         for eqn in body.eqns
         if _is_transform(eqn)
     ]
@@ -143,11 +143,6 @@ def _spec(eqn: Any, names: DimNames, axes: Mapping[Name, tuple[str, ...]], mesh:
 
 def _devices(axes: Sequence[str], mesh: Mesh) -> int:
     return math.prod(mesh.shape[a] for a in axes)
-
-
-def _is_sharded(body: Body) -> bool:
-    """Return whether a body computes with arrays of all devices."""
-    return not body.opaque and all(eqn.primitive.name != "shard_map" for eqn in body.around)
 
 
 def _is_transform(eqn: Any) -> bool:
